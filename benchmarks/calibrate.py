@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from minifloat.calibration.observe import Observer
 from minifloat.kernels import native
-from minifloat.runtime.load import load
+from minifloat.model.runtime.load import load
 
 KINDS = {
     "max": {},

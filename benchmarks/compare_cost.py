@@ -18,9 +18,9 @@ from pathlib import Path
 import click
 import torch
 
-from minifloat.compare.corpus import Corpus
-from minifloat.compare.models import Predictor, common_tokenizer, match_experts_implementation
-from minifloat.compare.scoring_pass import ModelsPass
+from minifloat.evaluate.compare.corpus import Corpus
+from minifloat.evaluate.compare.models import Predictor, common_tokenizer, match_experts_implementation
+from minifloat.evaluate.compare.scoring_pass import ModelsPass
 
 
 def peak() -> float:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from minifloat.bench.machine_use import peak_rss, rss
-from minifloat.bench.shapes import make_pair
-from minifloat.bench.worker import Worker
 from minifloat.errors import MinifloatError
+from minifloat.evaluate.bench.machine_use import peak_rss, rss
+from minifloat.evaluate.bench.shapes import make_pair
+from minifloat.evaluate.bench.worker import Worker
 
 SHAPE = "tinyllama-1.1b"
 BASELINE = "transformers BF16"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gpu_run import Run
 
-from minifloat.bench.shapes import SHAPES, Shape, write_random
-from minifloat.bench.worker import Worker
-from minifloat.bench.workload import Workload
+from minifloat.evaluate.bench.shapes import SHAPES, Shape, write_random
+from minifloat.evaluate.bench.worker import Worker
+from minifloat.evaluate.bench.workload import Workload
 from minifloat.quantize.job import quantize_checkpoint
 
 NAME = "llama-8b"

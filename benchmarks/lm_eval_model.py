@@ -25,7 +25,7 @@ if kind == "hf, kernels":
 import psutil
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
-from minifloat.lm_eval import register
+from minifloat.evaluate.lm_eval import register
 register()
 words = open(text).read().split()
 def instances(kind, arguments):

@@ -25,7 +25,7 @@ from minifloat import Checkpoint
 LOAD = """
 import json, resource, sys, time
 import torch, transformers
-from minifloat.runtime.load import load
+from minifloat.model.runtime.load import load
 load.__module__, transformers.AutoModelForCausalLM, transformers.GenerationConfig
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -84,7 +84,7 @@ def measure(folder: str, length: int, cache: str, threads: int) -> dict[str, Any
     """Run one prompt in this process and return its figures."""
     import torch
 
-    from minifloat.serve.engine import Engine, SamplingParams
+    from minifloat.engine import Engine, SamplingParams
 
     torch.set_num_threads(threads)
     room = -(-(length + 2) // 128) * 128

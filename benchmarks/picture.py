@@ -25,13 +25,13 @@ from typing import Any
 import click
 
 from minifloat import SCHEMES, compare_models, quantize_checkpoint
-from minifloat.bench import bench_checkpoint
-from minifloat.bench.figures import spread
-from minifloat.bench.machine_use import CpuTime, MachineUse
-from minifloat.bench.shapes import make_pair
-from minifloat.bench.workload import Workload
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.session import TextOptions, calibrate
+from minifloat.evaluate.bench import bench_checkpoint
+from minifloat.evaluate.bench.figures import spread
+from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse
+from minifloat.evaluate.bench.shapes import make_pair
+from minifloat.evaluate.bench.workload import Workload
 from minifloat.numerics.scheme import get_scheme
 from minifloat.report.picture import PictureRow, scheme_picture
 

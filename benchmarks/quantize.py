@@ -26,7 +26,7 @@ from pathlib import Path
 
 import click
 
-from minifloat.diagnosis import doctor
+from minifloat.deploy.diagnosis import doctor
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:

@@ -26,13 +26,13 @@ from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import RunOptions
 from minifloat.checkpoint import Checkpoint
-from minifloat.layouts import compressed_tensors
+from minifloat.model.layouts import compressed_tensors
+from minifloat.model.plan.quantization import make_plan
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import get_scheme
-from minifloat.plan.quantization import make_plan
-from minifloat.plan.tensor_plan import QuantizationPlan
-from minifloat.rounding.methods import get_method
-from minifloat.rounding.options import RoundingOptions
-from minifloat.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.methods import get_method
+from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.run import round_checkpoint
 
 
 def resident(field: str) -> int:

@@ -23,13 +23,13 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from minifloat.compare.evaluate import compare_models
+from minifloat.evaluate.compare.evaluate import compare_models
 from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.numerics.scheme import weight_only as without_inputs
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounded import DataOptions
-from minifloat.rounding.methods import get_method
-from minifloat.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import get_method
+from minifloat.quantize.rounding.options import RoundingOptions
 
 _READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

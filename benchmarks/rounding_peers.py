@@ -23,8 +23,8 @@ import click
 
 from minifloat.calibration.session import load_texts
 from minifloat.checkpoint import Checkpoint
-from minifloat.compare.evaluate import compare_models
-from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.evaluate.compare.evaluate import compare_models
+from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounded import DEFAULT_TEXT
 

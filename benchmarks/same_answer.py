@@ -31,8 +31,8 @@ import click
 import torch
 
 from minifloat import quantize_checkpoint
+from minifloat.engine import Engine, SamplingParams
 from minifloat.kernels import native, threads
-from minifloat.serve.engine import Engine, SamplingParams
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = EXAMPLES / "texts" / "stories_calibration.txt"

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from minifloat import SCHEMES, MinifloatError, compare_models, quantize_checkpoint
-from minifloat.compare import CandidateResult, Summary
+from minifloat.evaluate.compare import CandidateResult, Summary
 from minifloat.quantize.report import QuantizeReport
 
 FORMATS = [(name, "compressed-tensors") for name in SCHEMES] + [("fp8-block", "fp8")]

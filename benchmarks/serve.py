@@ -32,7 +32,7 @@ import instruction_sets
 import psutil
 
 from minifloat import Checkpoint
-from minifloat.bench.figures import percentile
+from minifloat.evaluate.bench.figures import percentile
 from minifloat.kernels.processors import bound_spin
 
 HOST = "127.0.0.1"
@@ -209,7 +209,7 @@ def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure one checkpoint, print each result at once, and return the record for JSON."""
     read = read_seconds(model)
     bare = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import minifloat.serve.engine, minifloat.serve.server.app"], check=True)
+    subprocess.run([sys.executable, "-c", "import minifloat.engine, minifloat.serve.server.app"], check=True)
     bare = time.perf_counter() - bare
     with Server(model, settings["threads"], settings["options"]) as server:
         at_start, info = server.rss(), server.model

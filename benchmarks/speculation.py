@@ -20,10 +20,10 @@ from unittest.mock import patch
 import click
 from torch import Tensor
 
-from minifloat.serve.engine import Engine, SamplingParams, computing
-from minifloat.serve.engine.sampling import SamplingState, TokenChoice
-from minifloat.serve.engine.speculation import SpeculationStats
-from minifloat.serve.engine.speculation.verify import Choices, verify
+from minifloat.engine import Engine, SamplingParams, computing
+from minifloat.engine.sampling import SamplingState, TokenChoice
+from minifloat.engine.speculation import SpeculationStats
+from minifloat.engine.speculation.verify import Choices, verify
 
 PROMPT_CHARACTERS = 120
 PROMPT_TOKENS = 64

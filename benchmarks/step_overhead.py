@@ -24,9 +24,9 @@ import torch
 from gpu_model import DRY_SHAPE
 from torch import Tensor
 
-from minifloat.bench.shapes import write_random
-from minifloat.bench.workload import TimingRecorder, Workload
-from minifloat.serve.engine import Engine, SamplingParams
+from minifloat.engine import Engine, SamplingParams
+from minifloat.evaluate.bench.shapes import write_random
+from minifloat.evaluate.bench.workload import TimingRecorder, Workload
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -70,7 +70,7 @@ def main(device: str, batches: str, output_len: int, rounds: int) -> None:
             def no_model(decoder: object, cache: object, inputs: Any) -> Tensor:
                 return logits[: len(inputs.rows)]
 
-            stack.enter_context(patch("minifloat.serve.engine.device.graphs.step", no_model))
+            stack.enter_context(patch("minifloat.engine.device.graphs.step", no_model))
         engine = Engine(
             path,
             device=device,

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import minifloat
 from minifloat.calibration.session import TextOptions
-from minifloat.checkpoint_report import read_results
 from minifloat.commands.display.report import print_results
-from minifloat.compare.pages.words import verdict_line
+from minifloat.evaluate.checkpoint_report import read_results
+from minifloat.evaluate.compare.pages.words import verdict_line
 from minifloat.report.text import size_text
 from minifloat.serve.connection import Connection, ServerError
 

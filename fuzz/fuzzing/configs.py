@@ -13,9 +13,9 @@ from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator, words_of
 from fuzzing.target import Target
 from minifloat import check_checkpoint, inspect_checkpoint, plan_model, preview_quantization
+from minifloat.engine import Engine, SamplingParams
 from minifloat.errors import MinifloatError
-from minifloat.runtime.tokenizer import load_tokenizer
-from minifloat.serve.engine import Engine, SamplingParams
+from minifloat.model.runtime.tokenizer import load_tokenizer
 
 FORMS = (
     "bf16", "fp8-dynamic", "fp8-block", "fp8-block/fp8", "mxfp8", "mxfp4", "nvfp4", "fp8-dynamic/modelopt",

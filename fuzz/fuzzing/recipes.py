@@ -8,7 +8,7 @@ from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.target import Target
 from minifloat import Checkpoint, check_checkpoint, quantize_checkpoint
-from minifloat.layouts import WRITERS, describe
+from minifloat.model.layouts import WRITERS, describe
 from minifloat.numerics.scheme import SCHEMES
 
 _FIELDS = ("scheme", "layout", "overrides", "target", "impl", "device", "workers", "allow_partial", "mtp", "base_model")

@@ -15,7 +15,7 @@ from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.serving_app import MODEL, Application
 from fuzzing.target import Target
-from minifloat.serve.engine import Engine
+from minifloat.engine import Engine
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 

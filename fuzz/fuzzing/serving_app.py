@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from minifloat.serve.engine import AsyncEngine
+from minifloat.engine import AsyncEngine
 from minifloat.serve.server import ServerSettings, create_app
 
 MODEL = "fuzzed"

@@ -33,8 +33,8 @@ from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.summary import summarize
 from minifloat.errors import MinifloatError
 from minifloat.numerics.histogram import count_magnitudes
-from minifloat.rounding.saved import LayerHessians, pack_symmetric, read_saved_layer, write_saved_layer
-from minifloat.rounding.stages import Stage
+from minifloat.quantize.rounding.saved import LayerHessians, pack_symmetric, read_saved_layer, write_saved_layer
+from minifloat.quantize.rounding.stages import Stage
 
 #: The order of the tensors in the digest of a statistics file.
 _TENSORS = ("amax", "tokens", "histogram", "bins", "channel_amax", "k_amax", "v_amax")

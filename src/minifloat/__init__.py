@@ -35,87 +35,87 @@ from typing import TYPE_CHECKING, Any
 from minifloat._version import __version__
 
 if TYPE_CHECKING:
-    from minifloat.bench import GainsReport, bench_checkpoint
-    from minifloat.bench.workload import Workload
     from minifloat.calibration.options import RunOptions
     from minifloat.calibration.result import Calibration
     from minifloat.calibration.session import TextOptions, calibrate
-    from minifloat.check import CheckReport, Target, check_checkpoint
     from minifloat.checkpoint import Checkpoint
-    from minifloat.checkpoint_report import write_report
-    from minifloat.compare import Comparison, Tolerance, compare_models
-    from minifloat.compare.served import compare_served
-    from minifloat.convert import ConvertReport, convert_checkpoint
-    from minifloat.diagnosis import Diagnosis, doctor
+    from minifloat.deploy.check import CheckReport, Target, check_checkpoint
+    from minifloat.deploy.diagnosis import Diagnosis, doctor
+    from minifloat.deploy.estimate import ModelPlan, plan_model
+    from minifloat.deploy.publish.push import PushReport, push_checkpoint
+    from minifloat.engine import AsyncEngine, Engine, SamplingParams
     from minifloat.errors import MinifloatError
-    from minifloat.layouts.inspection import Inspection, inspect_checkpoint
+    from minifloat.evaluate.bench import GainsReport, bench_checkpoint
+    from minifloat.evaluate.bench.workload import Workload
+    from minifloat.evaluate.checkpoint_report import write_report
+    from minifloat.evaluate.compare import Comparison, Tolerance, compare_models
+    from minifloat.evaluate.compare.served import compare_served
+    from minifloat.model.layouts.inspection import Inspection, inspect_checkpoint
+    from minifloat.model.runtime.load import load
     from minifloat.numerics.scheme import SCHEMES, Scheme
     from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
-    from minifloat.plan import ModelPlan, plan_model
-    from minifloat.publish.push import PushReport, push_checkpoint
+    from minifloat.quantize.convert import ConvertReport, convert_checkpoint
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.preview import preview_quantization
     from minifloat.quantize.report import QuantizeReport
     from minifloat.quantize.rounded import DataOptions
-    from minifloat.rounding.budget.target import Budget
-    from minifloat.rounding.methods import get_method
-    from minifloat.rounding.options import RoundingOptions
-    from minifloat.runtime.load import load
+    from minifloat.quantize.rounding.budget.target import Budget
+    from minifloat.quantize.rounding.methods import get_method
+    from minifloat.quantize.rounding.options import RoundingOptions
     from minifloat.serve.client import ChatClient, chat
-    from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
     from minifloat.serve.server.settings import ServerSettings
     from minifloat.serve.server.start import serve_checkpoint
     from minifloat.serve.text import generate
 
 #: Public name -> the module that defines it.
 _EXPORTS = {
-    "AsyncEngine": "minifloat.serve.engine",
-    "Budget": "minifloat.rounding.budget.target",
+    "AsyncEngine": "minifloat.engine",
+    "Budget": "minifloat.quantize.rounding.budget.target",
     "Calibration": "minifloat.calibration.result",
     "ChatClient": "minifloat.serve.client",
-    "CheckReport": "minifloat.check",
+    "CheckReport": "minifloat.deploy.check",
     "Checkpoint": "minifloat.checkpoint",
-    "Comparison": "minifloat.compare",
-    "ConvertReport": "minifloat.convert",
+    "Comparison": "minifloat.evaluate.compare",
+    "ConvertReport": "minifloat.quantize.convert",
     "DataOptions": "minifloat.quantize.rounded",
-    "Diagnosis": "minifloat.diagnosis",
-    "Engine": "minifloat.serve.engine",
-    "GainsReport": "minifloat.bench",
-    "Inspection": "minifloat.layouts.inspection",
+    "Diagnosis": "minifloat.deploy.diagnosis",
+    "Engine": "minifloat.engine",
+    "GainsReport": "minifloat.evaluate.bench",
+    "Inspection": "minifloat.model.layouts.inspection",
     "MinifloatError": "minifloat.errors",
-    "ModelPlan": "minifloat.plan",
-    "PushReport": "minifloat.publish.push",
+    "ModelPlan": "minifloat.deploy.estimate",
+    "PushReport": "minifloat.deploy.publish.push",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.numerics.tensor",
-    "RoundingOptions": "minifloat.rounding.options",
+    "RoundingOptions": "minifloat.quantize.rounding.options",
     "RunOptions": "minifloat.calibration.options",
     "SCHEMES": "minifloat.numerics.scheme",
-    "SamplingParams": "minifloat.serve.engine",
+    "SamplingParams": "minifloat.engine",
     "Scheme": "minifloat.numerics.scheme",
     "ServerSettings": "minifloat.serve.server.settings",
-    "Target": "minifloat.check",
+    "Target": "minifloat.deploy.check",
     "TextOptions": "minifloat.calibration.session",
-    "Tolerance": "minifloat.compare",
-    "Workload": "minifloat.bench.workload",
-    "bench_checkpoint": "minifloat.bench",
+    "Tolerance": "minifloat.evaluate.compare",
+    "Workload": "minifloat.evaluate.bench.workload",
+    "bench_checkpoint": "minifloat.evaluate.bench",
     "calibrate": "minifloat.calibration.session",
     "chat": "minifloat.serve.client",
-    "check_checkpoint": "minifloat.check",
-    "compare_models": "minifloat.compare",
-    "compare_served": "minifloat.compare.served",
-    "convert_checkpoint": "minifloat.convert",
-    "doctor": "minifloat.diagnosis",
+    "check_checkpoint": "minifloat.deploy.check",
+    "compare_models": "minifloat.evaluate.compare",
+    "compare_served": "minifloat.evaluate.compare.served",
+    "convert_checkpoint": "minifloat.quantize.convert",
+    "doctor": "minifloat.deploy.diagnosis",
     "generate": "minifloat.serve.text",
-    "get_method": "minifloat.rounding.methods",
-    "inspect_checkpoint": "minifloat.layouts.inspection",
-    "load": "minifloat.runtime.load",
-    "plan_model": "minifloat.plan",
+    "get_method": "minifloat.quantize.rounding.methods",
+    "inspect_checkpoint": "minifloat.model.layouts.inspection",
+    "load": "minifloat.model.runtime.load",
+    "plan_model": "minifloat.deploy.estimate",
     "preview_quantization": "minifloat.quantize.preview",
-    "push_checkpoint": "minifloat.publish.push",
+    "push_checkpoint": "minifloat.deploy.publish.push",
     "quantize_checkpoint": "minifloat.quantize.job",
     "quantize_tensor": "minifloat.numerics.tensor",
     "serve_checkpoint": "minifloat.serve.server.start",
-    "write_report": "minifloat.checkpoint_report",
+    "write_report": "minifloat.evaluate.checkpoint_report",
 }
 
 __all__ = [

@@ -30,14 +30,14 @@ from minifloat.calibration.options import RunOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats
-from minifloat.check import LoadVerdict
+from minifloat.deploy.check import LoadVerdict
+from minifloat.engine.sampling import MAX_LOGPROBS, TokenLogprob
+from minifloat.engine.sequence import Request
 from minifloat.errors import MinifloatError
-from minifloat.layouts import WRITERS
+from minifloat.model.layouts import WRITERS
+from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.linear import QuantizedWeight
-from minifloat.serve.engine.sampling import MAX_LOGPROBS, TokenLogprob
-from minifloat.serve.engine.sequence import Request
 
 #: Largest relative error of logits, in float32, where the computation is the same.
 EXACT = 2e-5

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.bench import shapes
+from minifloat.evaluate.bench import shapes
 
 pytest.importorskip("fastapi")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -22,7 +22,7 @@ from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError, NonFiniteError
-from minifloat.runtime.load import load, load_opened
+from minifloat.model.runtime.load import load, load_opened
 
 MakeModel = Callable[..., Path]
 

@@ -35,7 +35,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tokenizer(llama_folder: Path) -> Any:
     """A tokenizer with one token per byte and EOS, which adds no BOS and has no chat template."""
-    from minifloat.runtime.tokenizer import load_tokenizer
+    from minifloat.model.runtime.tokenizer import load_tokenizer
 
     return load_tokenizer(llama_folder)
 

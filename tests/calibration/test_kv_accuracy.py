@@ -19,14 +19,17 @@ from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.scales import kv_scales
+from minifloat.model.runtime.load import load
+from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.numerics.formats import E4M3
-from minifloat.runtime.load import load
-from minifloat.runtime.tokenizer import load_tokenizer
 
 MakeModel = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "storybook-4m"
-TEXTS = (EXAMPLE.parent / "texts" / "stories_calibration.txt", ROOT / "src/minifloat/compare/texts/stories.txt")
+TEXTS = (
+    EXAMPLE.parent / "texts" / "stories_calibration.txt",
+    ROOT / "src/minifloat/evaluate/compare/texts/stories.txt",
+)
 
 Scales = Mapping[str, tuple[float, float]]
 

@@ -28,8 +28,8 @@ from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
+from minifloat.model.runtime.load import Loader
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.load import Loader
 
 Make = Callable[..., Path]
 

@@ -20,9 +20,9 @@ from minifloat.calibration.observe import Observer
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UsageError
+from minifloat.model.runtime.linear import QuantizedLinear
+from minifloat.model.runtime.load import load
 from minifloat.numerics.histogram import BINS, count_magnitudes
-from minifloat.runtime.linear import QuantizedLinear
-from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
 

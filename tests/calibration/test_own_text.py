@@ -23,8 +23,8 @@ from minifloat.calibration.token_file import read_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, CheckpointError, DataError, StatsError, UnknownNameError, UsageError
+from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.tokenizer import load_tokenizer
 
 BOS, EOS = 256, 257
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}"

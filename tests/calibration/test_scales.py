@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.architecture.families import family_of
-from minifloat.architecture.groups import fused_group
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Max, MostRecent, MovingAverage, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.groups import fused_group
 from minifloat.numerics.histogram import count_magnitudes
 
 LAYER = "model.layers.0"

@@ -17,7 +17,7 @@ from minifloat.calibration.result import Calibration, held_out_path
 from minifloat.calibration.session import TextOptions, calibrate
 from minifloat.commands.main import main
 from minifloat.errors import DataError, DestinationError, UsageError
-from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.model.runtime.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

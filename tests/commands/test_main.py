@@ -278,7 +278,7 @@ def test_quantizing_and_inspecting_load_no_torch_where_the_kernels_are_native(tm
         pytest.skip(native.why_unavailable())
     code = (
         "import sys\n"
-        "from minifloat.layouts.inspection import inspect_checkpoint\n"
+        "from minifloat.model.layouts.inspection import inspect_checkpoint\n"
         "from minifloat.quantize.job import quantize_checkpoint\n"
         f"quantize_checkpoint({str(BASE)!r}, {str(tmp_path / 'out')!r}, 'mxfp4')\n"
         f"inspect_checkpoint({str(tmp_path / 'out')!r})\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
+from minifloat.deploy.estimate import plan_model
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.plan import plan_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STORYBOOK, LLAMA = EXAMPLES / "storybook-4m", EXAMPLES / "llama-70b"

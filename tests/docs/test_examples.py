@@ -17,8 +17,8 @@ import yaml
 from modes import full
 
 import minifloat
-from minifloat.checkpoint_report import read_results
-from minifloat.serve.engine import AsyncEngine, Engine
+from minifloat.engine import AsyncEngine, Engine
+from minifloat.evaluate.checkpoint_report import read_results
 from minifloat.serve.server.metrics import Metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -13,8 +13,8 @@ from agreement import is_same_model
 from vllm_cases import CASES, FIXTURE_NAMES, NOT_STARTED, WORKER_DIED, Case, fixture
 from vllm_run import EXPECTED, HARDWARE, Started, answers_of, run_in_vllm, what_happened
 
-from minifloat.check import LoadVerdict, check_checkpoint
-from minifloat.check.rules import RULES
+from minifloat.deploy.check import LoadVerdict, check_checkpoint
+from minifloat.deploy.check.rules import RULES
 
 pytestmark = pytest.mark.timeout(3600)
 

@@ -13,7 +13,7 @@ from agreement import is_same_model
 from vllm_families import FAMILIES
 from vllm_run import EXPECTED, HARDWARE, Started, answers_of, run_in_vllm, what_happened
 
-from minifloat.check import LoadVerdict, check_checkpoint
+from minifloat.deploy.check import LoadVerdict, check_checkpoint
 
 pytestmark = pytest.mark.timeout(3600)
 

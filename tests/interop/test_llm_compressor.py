@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from vllm_cases import STORIES, STORYBOOK, calibrated
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.convert import convert_checkpoint
-from minifloat.layouts import describe, read_weight
-from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.model.layouts import describe, read_weight
+from minifloat.model.layouts.inspection import inspect_checkpoint
+from minifloat.model.runtime.load import load
+from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.load import load
-from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -20,11 +20,11 @@ from served import Served, served
 from tools import environment, python_of
 from vllm_cases import STORIES, STORYBOOK
 
-from minifloat.compare.tasks import run_tasks
-from minifloat.compare.tasks.results import MetricRun
+from minifloat.evaluate.compare.tasks import run_tasks
+from minifloat.evaluate.compare.tasks.results import MetricRun
+from minifloat.model.runtime.load import load
+from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.load import load
-from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -15,8 +15,8 @@ from served import Served, free_port, served, start, vllm_options
 from tools import has_amx
 from vllm_cases import CASES, STORIES, STORYBOOK
 
-from minifloat.runtime.load import load
-from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.model.runtime.load import load
+from minifloat.model.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -13,7 +13,7 @@ from served import Served, end, free_port, served, start, wait_until_ready
 from tools import has_amx, python_of
 from vllm_cases import STORIES, STORYBOOK
 
-from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.model.runtime.tokenizer import load_tokenizer
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 pytestmark = [

@@ -14,9 +14,9 @@ from tools import ROOT, run_script
 from vllm_cases import CASES, calibrated, quantized
 from vllm_run import PROMPTS, answers_of
 
-from minifloat.check import vllm_plugin
+from minifloat.deploy.check import vllm_plugin
 from minifloat.kernels import native
-from minifloat.runtime.load import load
+from minifloat.model.runtime.load import load
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -54,7 +54,9 @@ def with_plugin(folder: Path, **variables: str) -> dict[str, str]:
     described = folder / "minifloat-0.dist-info"
     described.mkdir(exist_ok=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: minifloat\nVersion: 0\n")
-    (described / "entry_points.txt").write_text("[vllm.general_plugins]\nminifloat = minifloat.vllm:register\n")
+    (described / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nminifloat = minifloat.serve.vllm_plugin:register\n"
+    )
     return {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])} | variables
 
 
@@ -126,7 +128,7 @@ def test_shapes_that_the_kernel_does_not_take_are_refused_with_the_reason(answer
 
 def test_another_version_of_vllm_is_refused_by_name(folders: Mapping[str, Path], tmp_path: Path) -> None:
     patched = tmp_path / "sitecustomize.py"
-    patched.write_text("from minifloat.check import vllm_plugin\nvllm_plugin.TESTED_VERSIONS = ('0.1.0',)\n")
+    patched.write_text("from minifloat.deploy.check import vllm_plugin\nvllm_plugin.TESTED_VERSIONS = ('0.1.0',)\n")
     answer = run({"mxfp4": folders["mxfp4"]}, tmp_path)["mxfp4"]
     assert CASES["mxfp4"].refusal in answer["error"]
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from minifloat.calibration.session import TextOptions
-from minifloat.check import check_checkpoint
+from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import UsageError
-from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounded import DataOptions
-from minifloat.rounding.budget.target import Budget
-from minifloat.rounding.methods import METHODS
-from minifloat.rounding.options import RoundingOptions
-from minifloat.rounding.tune.options import TuneOptions
+from minifloat.quantize.rounding.budget.target import Budget
+from minifloat.quantize.rounding.methods import METHODS
+from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.tune.options import TuneOptions
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)

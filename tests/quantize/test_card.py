@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from minifloat.check import ENGINE_HARDWARE, ENGINES, LoadVerdict, check_checkpoint
+from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, LoadVerdict, check_checkpoint
 from minifloat.errors import UsageError
-from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"

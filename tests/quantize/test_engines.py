@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from minifloat.check import ENGINE_HARDWARE, ENGINES, check_checkpoint
 from minifloat.commands.main import main
+from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, check_checkpoint
 from minifloat.errors import UsageError
 from minifloat.quantize.job import quantize_checkpoint
 

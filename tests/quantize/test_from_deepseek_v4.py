@@ -12,9 +12,9 @@ import torch
 from converting import stored
 from safetensors.torch import load_file, save_file
 
-from minifloat.check import check_checkpoint
-from minifloat.convert import convert_checkpoint
+from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 ATTENTION, EXPERTS, TABLE = "layers.0.attn.wq_b", "layers.0.ffn.experts", "layers.0.engram.table"

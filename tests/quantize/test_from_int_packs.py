@@ -16,9 +16,9 @@ from converting import INTEROP, stored, transformers_logits
 from safetensors.torch import load_file, save_file
 
 import minifloat
-from minifloat.convert import convert_checkpoint
 from minifloat.errors import ConversionError
-from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.model.layouts.inspection import inspect_checkpoint
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 BASE = INTEROP / "base-llama"

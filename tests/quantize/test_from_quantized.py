@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
-from minifloat.convert import convert_checkpoint
 from minifloat.errors import AlreadyQuantizedError, ConversionError, NonFiniteError, StorageError, UsageError
-from minifloat.layouts import describe, read_weight
+from minifloat.model.layouts import describe, read_weight
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 LINEARS = [name for name in FIXTURES if name != "gpt-oss-mxfp4"]

@@ -17,8 +17,8 @@ from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import calibrate
 from minifloat.calibration.stats_file import read_stats
 from minifloat.commands.main import main
-from minifloat.convert import convert_checkpoint
 from minifloat.errors import AlreadyQuantizedError, StatsError
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 SIZE = ("--calibration-samples", "60", "--calibration-seq-len", "32")

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import minifloat
-from minifloat.check import check_checkpoint
-from minifloat.check.loading_rule import LoadVerdict
-from minifloat.convert import convert_checkpoint
+from minifloat.deploy.check import check_checkpoint
+from minifloat.deploy.check.loading_rule import LoadVerdict
 from minifloat.errors import UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 BASE = INTEROP / "base-gpt-oss"

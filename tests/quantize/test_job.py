@@ -21,7 +21,7 @@ from minifloat.errors import (
     UsageError,
 )
 from minifloat.kernels import native
-from minifloat.layouts import describe, read_weight
+from minifloat.model.layouts import describe, read_weight
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 from minifloat.quantize import stream

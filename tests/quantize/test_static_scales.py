@@ -14,14 +14,14 @@ from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
-from minifloat.convert import convert_checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, StatsError, UsageError
-from minifloat.layouts import describe
+from minifloat.model.layouts import describe
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.histogram import count_magnitudes
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]

@@ -12,8 +12,8 @@ import pytest
 from comparisons import full_candidate, hostile_comparison, make_candidate, make_comparison
 from gains import make_gains
 
-from minifloat.bench.gains import GainsReport
-from minifloat.compare.result import Comparison
+from minifloat.evaluate.bench.gains import GainsReport
+from minifloat.evaluate.compare.result import Comparison
 from minifloat.report.json_values import from_values, to_values
 
 

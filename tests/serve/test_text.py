@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from minifloat.commands.main import main
+from minifloat.engine import Engine, SamplingParams
+from minifloat.engine.detokenize import Detokenizer
 from minifloat.errors import CheckpointError, UsageError
+from minifloat.model.runtime.load import load
+from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.load import load
-from minifloat.runtime.tokenizer import load_tokenizer
-from minifloat.serve.detokenize import Detokenizer
-from minifloat.serve.engine import Engine, SamplingParams
 from minifloat.serve.native_text import native_pieces, open_text_model
 from minifloat.serve.text import generate
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.runtime.load import load
+from minifloat.model.runtime.load import load
 
 #: Allowed distance of another engine from float32, in distances of minifloat's BF16.
 _ALLOWED_RATIO = 1.5

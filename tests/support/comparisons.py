@@ -6,13 +6,20 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from minifloat.compare.attribution import Attribution, ModuleDamage, Suggestion
-from minifloat.compare.generation import ContinuationPair, GreedyDivergence
-from minifloat.compare.intervals import Estimate
-from minifloat.compare.result import CandidateResult, Comparison, LikelyToken, ModelRecord, TextRecord, WorstToken
-from minifloat.compare.summary import CURVE_FRACTIONS, MARGIN_EDGES, MarginBin, Summary
-from minifloat.compare.tasks import TaskDifference, TaskScore
-from minifloat.compare.verdict import Tolerance, judge
+from minifloat.evaluate.compare.attribution import Attribution, ModuleDamage, Suggestion
+from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
+from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.result import (
+    CandidateResult,
+    Comparison,
+    LikelyToken,
+    ModelRecord,
+    TextRecord,
+    WorstToken,
+)
+from minifloat.evaluate.compare.summary import CURVE_FRACTIONS, MARGIN_EDGES, MarginBin, Summary
+from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
+from minifloat.evaluate.compare.verdict import Tolerance, judge
 
 MIB = 1 << 20
 #: Hostile text: markup, a pipe, an escape sequence, a mark of direction, half of a surrogate pair, card markers.

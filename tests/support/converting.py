@@ -17,7 +17,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.journal import sealed_line
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import StorageError
-from minifloat.layouts import describe, read_weight
+from minifloat.model.layouts import describe, read_weight
 
 INTEROP = Path(__file__).parents[1] / "data" / "interop"
 FIXTURES = sorted(path.parent.name for path in INTEROP.glob("*/expected.json"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.serve.engine import Engine
+from minifloat.engine import Engine
 
 #: The modules of the engine that read the time.
 _MODULES = ("engine", "scheduler", "sequence")
@@ -24,7 +24,7 @@ class EngineClock:
         self.now, self._run = 1000.0, engine._runner.run
         monkeypatch.setattr(engine._runner, "run", self._run_and_advance)
         for module in _MODULES:
-            monkeypatch.setattr(f"minifloat.serve.engine.{module}.time", self)
+            monkeypatch.setattr(f"minifloat.engine.{module}.time", self)
 
     def _run_and_advance(self, items: Any) -> Any:
         self.now += 0.25

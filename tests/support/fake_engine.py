@@ -1,6 +1,6 @@
 """An engine without a model, for tests of the server around it: it can be slow, held, full, and fail on purpose.
 
-It stands in for `minifloat.serve.engine.Engine` under the real `AsyncEngine`. It "generates" its prompt over and over,
+It stands in for `minifloat.engine.Engine` under the real `AsyncEngine`. It "generates" its prompt over and over,
 token by token, so that a test knows every answer beforehand.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from minifloat.errors import ContextLengthError, UsageError
-from minifloat.serve.engine import (
+from minifloat.engine import (
     Delivery,
     EngineListener,
     Grammar,
@@ -24,8 +23,9 @@ from minifloat.serve.engine import (
     TokenLogprob,
     TokenUsage,
 )
-from minifloat.serve.engine.grammar import GrammarState
-from minifloat.serve.engine.text import TextStream
+from minifloat.engine.grammar import GrammarState
+from minifloat.engine.text import TextStream
+from minifloat.errors import ContextLengthError, UsageError
 
 INFO = ModelInfo(
     name="fake",

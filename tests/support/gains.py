@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from minifloat.bench.figures import BatchFigures
-from minifloat.bench.gains import EngineFigures, GainsReport
-from minifloat.bench.workload import Workload
+from minifloat.evaluate.bench.figures import BatchFigures
+from minifloat.evaluate.bench.gains import EngineFigures, GainsReport
+from minifloat.evaluate.bench.workload import Workload
 
 GIB = 1 << 30
 _METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -16,7 +16,7 @@ _SCALES = {Grid.ROW: FLOAT32, Grid.BLOCK: FLOAT32, Grid.E8M0: E8M0, Grid.E4M3: E
 
 
 def quantized(stored: Stored) -> QuantizedTensor:
-    """Return a weight as `minifloat.layouts` reads it."""
+    """Return a weight as `minifloat.model.layouts` reads it."""
     kind = stored.kind
     assert stored.scales is not None
     spec = WeightSpec(E4M3 if kind.element is Element.E4M3 else E2M1, _granularity(*kind.block), _SCALES[kind.grid])

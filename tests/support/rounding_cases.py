@@ -22,13 +22,13 @@ from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import RunOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
-from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.model.layouts import compressed_tensors, get_writer
+from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import Scheme, get_scheme
-from minifloat.plan.quantization import make_plan
-from minifloat.rounding.methods import get_method
-from minifloat.rounding.options import RoundingOptions
-from minifloat.rounding.run import round_checkpoint
-from minifloat.rounding.stages import Stage, find_stages
+from minifloat.quantize.rounding.methods import get_method
+from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.stages import Stage, find_stages
 
 #: Sizes of the small models. A model type takes from them what its config has.
 SIZES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minifloat.serve.engine import AsyncEngine
+from minifloat.engine import AsyncEngine
 from minifloat.serve.server import ServerSettings, create_app, listen
 from minifloat.serve.server.connection import Server
 

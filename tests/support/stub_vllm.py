@@ -117,7 +117,7 @@ class Stub:
 
     def kernel(self, name: str) -> Any:
         """A kernel class of the plugin."""
-        return getattr(importlib.import_module("minifloat.vllm.kernels"), name)
+        return getattr(importlib.import_module("minifloat.serve.vllm_plugin.kernels"), name)
 
     def messages(self, level: int) -> list[str]:
         """What was logged at a level."""
@@ -183,9 +183,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 
 def forget_plugin() -> None:
     """Let the plugin's modules be imported anew, which make subclasses of vLLM's classes."""
-    for name in [name for name in sys.modules if name.startswith("minifloat.vllm.")]:
+    for name in [name for name in sys.modules if name.startswith("minifloat.serve.vllm_plugin.")]:
         del sys.modules[name]
-        vars(sys.modules["minifloat.vllm"]).pop(name.rpartition(".")[2], None)
+        vars(sys.modules["minifloat.serve.vllm_plugin"]).pop(name.rpartition(".")[2], None)
 
 
 def _layer(name: str, method: type) -> type:

@@ -10,7 +10,7 @@ from typing import Any
 from agreement import Answer, is_same_model
 from tools import has_amx, run_script, torchvision_of
 
-from minifloat.check import LoadVerdict
+from minifloat.deploy.check import LoadVerdict
 
 HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
 PROMPTS = [[3, 41, 17, 59, 8, 26, 33, 50], [5, 6, 7, 8, 9, 10]]

@@ -17,10 +17,10 @@ import minifloat.transformers
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, UsageError
 from minifloat.kernels.pack import PackedWeight
+from minifloat.model.runtime.experts import QuantizedExperts
+from minifloat.model.runtime.linear import QuantizedLinear
+from minifloat.model.runtime.load import load
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.runtime.experts import QuantizedExperts
-from minifloat.runtime.linear import QuantizedLinear
-from minifloat.runtime.load import load
 from minifloat.transformers import quantizer
 
 minifloat.transformers.unregister()  # the import registers; tests of other modules need transformers as it is

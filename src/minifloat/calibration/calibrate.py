@@ -18,9 +18,9 @@ from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
-from minifloat.hub import model_folder
-from minifloat.layouts.plain_view import plain_view
+from minifloat.model.layouts.plain_view import plain_view
 
 _LOG = logging.getLogger(__name__)
 

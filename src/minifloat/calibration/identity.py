@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.layouts.decoded import DecodedCheckpoint
+from minifloat.model.layouts.decoded import DecodedCheckpoint
 
 #: Config keys that do not change what the model computes: who saved it, and how it was quantized.
 _INCIDENTAL = frozenset(

@@ -15,9 +15,9 @@ from minifloat.calibration.options import RunOptions
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError
-from minifloat.layouts import describe
-from minifloat.runtime.config import config_dtype
-from minifloat.runtime.load import Loader, load_opened
+from minifloat.model.layouts import describe
+from minifloat.model.runtime.config import config_dtype
+from minifloat.model.runtime.load import Loader, load_opened
 
 
 class CalibrationModel:

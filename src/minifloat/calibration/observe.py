@@ -38,7 +38,7 @@ class Observer:
         observer.inputs(), observer.kv()
 
     Args:
-        model: A model from `minifloat.runtime.load.load`; quantized or not, on any device.
+        model: A model from `minifloat.model.runtime.load.load`; quantized or not, on any device.
         sites: The modules to observe; None: all that `find_sites` returns for the folder of the model.
         histogram: Also count magnitudes.
         per_channel: Also record the amax of each input channel.

@@ -37,7 +37,6 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.architecture.full_config import position_limit
 from minifloat.calibration.data import OWN_TEXT, CalibrationSet, describe_sequences, fingerprint
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.memory import available_memory
@@ -46,10 +45,11 @@ from minifloat.calibration.readers import first_line
 from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
+from minifloat.engine import Engine, Request, SamplingParams
 from minifloat.errors import AlreadyQuantizedError, ChatTemplateError, DataError, UsageError
-from minifloat.runtime.config import plain_config
-from minifloat.runtime.templates import apply_chat_template
-from minifloat.serve.engine import Engine, Request, SamplingParams
+from minifloat.model.architecture.full_config import position_limit
+from minifloat.model.runtime.config import plain_config
+from minifloat.model.runtime.templates import apply_chat_template
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from minifloat.calibration.readers import READERS, Source, choose_column, clip, first_line, hub_rows, locate
 from minifloat.errors import ChatTemplateError, DataError
-from minifloat.runtime.templates import apply_chat_template
+from minifloat.model.runtime.templates import apply_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

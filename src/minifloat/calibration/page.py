@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.calibration.magnitudes import channel_section, magnitude_section
 from minifloat.calibration.module_names import group_by_input, joined, running_order
 from minifloat.calibration.rules import HistoryRule, Rule
@@ -23,6 +22,7 @@ from minifloat.calibration.summary import (
     span,
     summarize,
 )
+from minifloat.model.architecture.groups import expert_group, fused_group
 from minifloat.numerics.formats import E4M3
 from minifloat.report.axes import Axis
 from minifloat.report.charts import Bar, Series, bar_chart, line_chart, meter

@@ -32,12 +32,12 @@ from minifloat.calibration.own_text import WriteCopy, write_own_text
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import HistogramRule, Rule, parse_rule
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
-from minifloat.hub import model_folder
-from minifloat.layouts.plain_view import plain_view
-from minifloat.runtime.config import plain_config, read_generation_config
-from minifloat.runtime.tokenizer import has_tokenizer, load_tokenizer, token_id_tokenizer
+from minifloat.model.layouts.plain_view import plain_view
+from minifloat.model.runtime.config import plain_config, read_generation_config
+from minifloat.model.runtime.tokenizer import has_tokenizer, load_tokenizer, token_id_tokenizer
 
 DEFAULT_HELD_OUT = 0.1
 
@@ -165,7 +165,7 @@ def calibrate(
         write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
         from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
         progress: Called after each sequence, and after each step while the model writes the source ``self``.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
 
     Returns:
         What `quantize_checkpoint` takes as `calibration`, and what `Calibration.save` writes.

@@ -15,15 +15,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from minifloat.architecture.families import family_of
-from minifloat.architecture.family import Family, Role
-from minifloat.architecture.roles import role_of
 from minifloat.calibration.experts import is_transposed
 from minifloat.checkpoint import Checkpoint
-from minifloat.layouts import Description, describe
-from minifloat.runtime.build import empty_model
-from minifloat.runtime.linear import QuantizedLinear
-from minifloat.runtime.names import Assignment, assign
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.family import Family, Role
+from minifloat.model.architecture.roles import role_of
+from minifloat.model.layouts import Description, describe
+from minifloat.model.runtime.build import empty_model
+from minifloat.model.runtime.linear import QuantizedLinear
+from minifloat.model.runtime.names import Assignment, assign
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Desc
     """Return the modules to observe, and log a warning that names weights whose inputs cannot be observed.
 
     Args:
-        model: The model of `checkpoint`, as `minifloat.runtime.load.load` returns it; meta tensors are enough.
+        model: The model of `checkpoint`, as `minifloat.model.runtime.load.load` returns it; meta tensors are enough.
         checkpoint: The checkpoint, quantized or not; only headers are read.
         description: The result of `describe` for it; by default it is described here.
     """

@@ -29,7 +29,7 @@ from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME
 
 if TYPE_CHECKING:
-    from minifloat.bench.workload import Workload
+    from minifloat.evaluate.bench.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def bench(params: BenchParams) -> None:
     Both run on minifloat's engine with the same prompts, in turn. If you have no model at hand, --shape makes one:
     llama-1b, qwen3-0.6b, llama-8b or tinyllama-1.1b, with random weights, in BF16 and in --scheme.
     """
-    from minifloat.bench import bench_checkpoint
-    from minifloat.bench.shapes import model_pair
     from minifloat.commands.display.bench import print_gains
     from minifloat.commands.display.console import progress_bar
+    from minifloat.evaluate.bench import bench_checkpoint
+    from minifloat.evaluate.bench.shapes import model_pair
 
     _require_usable(params)
     out = params.out
@@ -131,8 +131,8 @@ def bench(params: BenchParams) -> None:
     else:
         print_gains(report)
     if params.report is not None:
-        from minifloat.bench.page import bench_page
         from minifloat.checkpoint.files import written_whole
+        from minifloat.evaluate.bench.page import bench_page
 
         with written_whole(params.report) as file:
             file.write(bench_page(report).encode())
@@ -140,7 +140,7 @@ def bench(params: BenchParams) -> None:
     if out is not None and not params.no_report:
         add_to_report(out, report, err=params.as_json)
     if params.update_card and out is not None:
-        from minifloat.bench.card_section import gains_section
+        from minifloat.evaluate.bench.card_section import gains_section
         from minifloat.report.card import update_card
 
         click.echo(f"Card: {update_card(out, gains_section(report))}", err=params.as_json)
@@ -168,7 +168,7 @@ def _require_usable(params: BenchParams) -> None:
 
 
 def _workload(params: BenchParams) -> Workload:
-    from minifloat.bench.workload import Workload
+    from minifloat.evaluate.bench.workload import Workload
 
     sizes = params.batch_sizes.split(",")
     if not all(size.strip().isdecimal() for size in sizes):

@@ -96,8 +96,8 @@ def calibrate(params: CalibrateParams) -> None:
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
     from minifloat.quantize.job import quantize_checkpoint
-    from minifloat.rounding.collect import save_hessians
-    from minifloat.rounding.saved import hessians_path
+    from minifloat.quantize.rounding.collect import save_hessians
+    from minifloat.quantize.rounding.saved import hessians_path
 
     rule, stats = parse_rule(params.rule), params.stats
     require_free([stats, held_out_path(stats)], overwrite=params.overwrite)

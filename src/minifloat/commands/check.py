@@ -66,9 +66,9 @@ def check(params: CheckParams) -> None:
     Reads headers and config; starts nothing. With --scheme, the checkpoint that `quantize` would make of MODEL is
     checked. Exit status 0: the engine loads it; 1: it does not, or its answers would be wrong; 3: not known.
     """
-    from minifloat.check import LoadVerdict, Target, check_checkpoint
     from minifloat.commands.display.check import print_check
-    from minifloat.plan.overrides import KEEP
+    from minifloat.deploy.check import LoadVerdict, Target, check_checkpoint
+    from minifloat.model.plan.overrides import KEEP
 
     report = check_checkpoint(
         params.model,

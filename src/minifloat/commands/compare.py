@@ -31,7 +31,7 @@ from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
     from minifloat.checkpoint.progress import Progress
-    from minifloat.compare import Comparison, Tolerance
+    from minifloat.evaluate.compare import Comparison, Tolerance
 
 _INTERRUPTED = 130
 #: Parameters that say nothing about a server.
@@ -101,7 +101,7 @@ class CompareParams:
 
     def tolerance(self) -> Tolerance:
         """Return the bounds of the verdict."""
-        from minifloat.compare import Tolerance
+        from minifloat.evaluate.compare import Tolerance
 
         return Tolerance(self.max_ppl_increase, self.max_kl, self.min_same_top1, self.margin)
 
@@ -232,7 +232,7 @@ def compare(params: CompareParams) -> None:
 
 
 def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
-    from minifloat.compare import compare_models
+    from minifloat.evaluate.compare import compare_models
 
     return compare_models(
         params.baseline,
@@ -267,7 +267,7 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
     Raises:
         UsageError: If an option is given that is about models that are loaded here.
     """
-    from minifloat.compare.served import compare_served
+    from minifloat.evaluate.compare.served import compare_served
 
     context = click.get_current_context()
     for name in _NOT_FOR_SERVERS:
@@ -293,7 +293,7 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
 
 def _write_report(comparison: Comparison, path: Path) -> None:
     from minifloat.checkpoint.files import written_whole
-    from minifloat.compare.pages.page import compare_page
+    from minifloat.evaluate.compare.pages.page import compare_page
 
     with written_whole(path) as file:
         file.write(compare_page(comparison).encode())
@@ -301,7 +301,7 @@ def _write_report(comparison: Comparison, path: Path) -> None:
 
 def _update_card(comparison: Comparison, name: str) -> Path:
     """Write the results of one candidate, and of its variants, into its card."""
-    from minifloat.compare.pages.card import card_section
+    from minifloat.evaluate.compare.pages.card import card_section
     from minifloat.report.card import update_card
 
     results = tuple(

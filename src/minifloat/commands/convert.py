@@ -48,7 +48,7 @@ def convert(params: ConvertParams) -> None:
     """
     from minifloat.commands.display.console import announce, progress_bar
     from minifloat.commands.display.convert import print_convert_report
-    from minifloat.convert import convert_checkpoint
+    from minifloat.quantize.convert import convert_checkpoint
 
     with progress_bar(enabled=not (params.quiet or params.as_json), in_bytes=True) as progress:
         report = convert_checkpoint(

@@ -16,7 +16,7 @@ def doctor(as_json: bool) -> None:
     good", or what to do.
     """
     from minifloat.commands.display.doctor import print_diagnosis
-    from minifloat.diagnosis import doctor as examine
+    from minifloat.deploy.diagnosis import doctor as examine
 
     diagnosis = examine()
     if as_json:

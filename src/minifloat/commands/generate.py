@@ -70,7 +70,7 @@ def generate(params: GenerateParams) -> None:
 
 def _pieces(params: GenerateParams) -> Iterator[str]:
     """Return the pieces of the continuation."""
-    from minifloat.hub import model_folder
+    from minifloat.checkpoint.hub import model_folder
     from minifloat.serve.native_text import native_pieces, open_text_model
     from minifloat.serve.starting import starting
 
@@ -86,7 +86,7 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
             packed_cache=params.packed_cache,
             deterministic=params.deterministic,
         )
-    from minifloat.serve.engine import Engine, SamplingParams
+    from minifloat.engine import Engine, SamplingParams
 
     if isinstance(model, Engine):
         sampling = SamplingParams(

@@ -29,7 +29,7 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
         _inspect_stats(Path(model), rule, plot, verbose=verbose, as_json=as_json)
         return
     from minifloat.commands.display.inspect import print_inspection
-    from minifloat.layouts.inspection import inspect_checkpoint
+    from minifloat.model.layouts.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(model, revision=revision)
     if as_json:
@@ -42,7 +42,7 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
 
 def _plot_checkpoint(model: str, revision: str | None, plot: Path, *, as_json: bool) -> None:
     from minifloat.checkpoint.files import written_whole
-    from minifloat.layouts.page import inspection_page
+    from minifloat.model.layouts.page import inspection_page
 
     if plot.is_dir() or not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: not a file in a folder that exists")

@@ -212,7 +212,7 @@ def deterministic_option(option: Callable[..., Any] = click.option) -> Callable[
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """Parameters of drafts; `minifloat.serve.engine.Engine` describes them."""
+    """Parameters of drafts; `minifloat.engine.Engine` describes them."""
 
     speculate: str | None
     draft: str | None

@@ -80,7 +80,7 @@ def plan(params: PlanParams) -> None:
     measures.
     """
     from minifloat.commands.display.plan import print_plan
-    from minifloat.plan import plan_model
+    from minifloat.deploy.estimate import plan_model
 
     planned = plan_model(
         params.model,

@@ -47,7 +47,7 @@ def push(params: PushParams) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     from minifloat.commands.display.push import print_push
-    from minifloat.publish.push import push_checkpoint
+    from minifloat.deploy.publish.push import push_checkpoint
 
     if params.as_json or not sys.stderr.isatty():
         disable_progress_bars()

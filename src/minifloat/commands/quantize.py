@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minifloat.calibration.result import Calibration
     from minifloat.checkpoint.progress import Progress
     from minifloat.quantize.rounded import DataOptions
-    from minifloat.rounding.budget.target import Budget
+    from minifloat.quantize.rounding.budget.target import Budget
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def quantize(params: QuantizeParams) -> None:
     """
     from minifloat.commands.display.console import announce, progress_bar
     from minifloat.commands.display.quantize import print_quantize_report
-    from minifloat.plan.overrides import KEEP
+    from minifloat.model.plan.overrides import KEEP
     from minifloat.quantize.data_hint import data_hint
     from minifloat.quantize.job import quantize_checkpoint
 
@@ -197,7 +197,7 @@ def _preview(params: QuantizeParams) -> None:
     """
     from minifloat.calibration.result import Calibration
     from minifloat.commands.display.quantize import print_preview
-    from minifloat.plan.overrides import KEEP
+    from minifloat.model.plan.overrides import KEEP
     from minifloat.quantize.preview import preview_quantization
 
     if _budget(params) is not None:
@@ -280,7 +280,7 @@ def _budget(params: QuantizeParams) -> Budget | None:
     """Return the budget of ``--target-bits``, ``--target-bytes`` or ``--max-kl``; None without them."""
     if params.target_bits is None and params.target_bytes is None and params.max_kl is None:
         return None
-    from minifloat.rounding.budget.target import Budget
+    from minifloat.quantize.rounding.budget.target import Budget
 
     return Budget(bits=params.target_bits, nbytes=params.target_bytes, max_kl=params.max_kl)
 
@@ -299,8 +299,8 @@ def _data(params: QuantizeParams) -> DataOptions | None:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
         return None
     from minifloat.quantize.rounded import DEFAULT_TEXT, DataOptions
-    from minifloat.rounding.methods import get_method
-    from minifloat.rounding.options import DEFAULT_METHOD, RoundingOptions
+    from minifloat.quantize.rounding.methods import get_method
+    from minifloat.quantize.rounding.options import DEFAULT_METHOD, RoundingOptions
 
     text = replace(
         DEFAULT_TEXT,
@@ -311,7 +311,7 @@ def _data(params: QuantizeParams) -> DataOptions | None:
     method = get_method(params.method or DEFAULT_METHOD)
     rounding = RoundingOptions(method, fold=not params.no_fold, device=params.device)
     if params.stats is not None and _takes_hessians(params):
-        from minifloat.rounding.saved import hessians_path
+        from minifloat.quantize.rounding.saved import hessians_path
 
         return DataOptions(rounding=rounding, hessians=hessians_path(params.stats))
     return DataOptions(params.data, text, rounding)

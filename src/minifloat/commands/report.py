@@ -12,8 +12,8 @@ from minifloat.commands.options import FOLDER
 from minifloat.errors import MinifloatError
 
 if TYPE_CHECKING:
-    from minifloat.bench import GainsReport
-    from minifloat.compare import Comparison
+    from minifloat.evaluate.bench import GainsReport
+    from minifloat.evaluate.compare import Comparison
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -31,8 +31,8 @@ def report(out: Path) -> None:
     The results are those that `quantize`, `compare` and `bench` left beside the checkpoint. Its report.html is drawn
     again.
     """
-    from minifloat.checkpoint_report import draw_results, read_results
     from minifloat.commands.display.report import print_results
+    from minifloat.evaluate.checkpoint_report import draw_results, read_results
 
     results = read_results(out)
     path = draw_results(results)
@@ -48,7 +48,7 @@ def add_to_report(folder: str | Path, result: GainsReport | Comparison, *, err: 
         result: The result of `compare` or `bench`.
         err: Write to standard error, because standard output is for JSON.
     """
-    from minifloat.checkpoint_report import has_report
+    from minifloat.evaluate.checkpoint_report import has_report
 
     if has_report(folder):
         draw_report(folder, result, err=err)
@@ -67,7 +67,7 @@ def draw_report(
         err: Write to standard error, because standard output is for JSON.
         quiet: Say nothing but errors.
     """
-    from minifloat.checkpoint_report import write_report
+    from minifloat.evaluate.checkpoint_report import write_report
 
     try:
         path = write_report(folder, result)

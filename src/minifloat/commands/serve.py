@@ -233,7 +233,7 @@ def _refuse_vllm_options(params: ServeParams) -> None:
 
 def _serve_here(params: ServeParams) -> None:
     """Serve with minifloat's own engine."""
-    from minifloat.hub import model_name
+    from minifloat.checkpoint.hub import model_name
     from minifloat.serve.server.settings import ServerSettings, read_api_keys, read_template
     from minifloat.serve.server.start import serve_checkpoint
 

@@ -1,7 +1,7 @@
 """A quantized weight in memory, independent of the checkpoint layout.
 
 The codes stay as the checkpoint stores them (E2M1 two to a byte); scales are a two-dimensional grid.
-`minifloat.layouts` translates the differences between servers' layouts (names, shapes of scalars, global scales that
+`minifloat.model.layouts` translates the differences between servers' layouts (names, shapes of scalars, global scales that
 divide or multiply), so that kernels and tests handle one form only.
 """
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from minifloat.check.deployment import Reports, deployment_section, engine_tags, library_name
 from minifloat.checkpoint import Checkpoint
-from minifloat.hub import model_name, origin_of
+from minifloat.checkpoint.hub import model_name, origin_of
+from minifloat.deploy.check.deployment import Reports, deployment_section, engine_tags, library_name
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
 from minifloat.quantize.rounding_summary import summary_rows
 from minifloat.report.card import metadata_head, read_card, read_metadata

@@ -17,14 +17,14 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import NonFiniteError
-from minifloat.layouts import StoredWeight
-from minifloat.layouts.decoded import DecodedCheckpoint
-from minifloat.layouts.reading import read_codes, read_global_scale, read_scales
-from minifloat.layouts.values import Bytes, value_table
+from minifloat.model.layouts import StoredWeight
+from minifloat.model.layouts.decoded import DecodedCheckpoint
+from minifloat.model.layouts.reading import read_codes, read_global_scale, read_scales
+from minifloat.model.layouts.values import Bytes, value_table
+from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.scheme import WeightSpec
-from minifloat.plan.tensor_plan import Part, QuantizationPlan
 
 #: Codes that are read at a time.
 _CHUNK_BYTES = 1 << 20

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import NonFiniteError
-from minifloat.layouts import StoredWeight
-from minifloat.layouts.reading import read_rows
-from minifloat.layouts.values import narrow
+from minifloat.model.layouts import StoredWeight
+from minifloat.model.layouts.reading import read_rows
+from minifloat.model.layouts.values import narrow
 
 #: Bytes of float32 that are decoded at a time.
 _SLAB_BYTES = 2 << 20

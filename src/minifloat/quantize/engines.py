@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from minifloat.check.engine_verdict import EngineVerdict, others_that_load, short_name, verdicts_of
-from minifloat.check.judge import CheckReport, judge
-from minifloat.check.loading_rule import Case
-from minifloat.check.subject import Subject
-from minifloat.check.target import Target
 from minifloat.checkpoint import Checkpoint
+from minifloat.deploy.check.engine_verdict import EngineVerdict, others_that_load, short_name, verdicts_of
+from minifloat.deploy.check.judge import CheckReport, judge
+from minifloat.deploy.check.loading_rule import Case
+from minifloat.deploy.check.subject import Subject
+from minifloat.deploy.check.target import Target
 from minifloat.errors import TensorError, UsageError
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme
-from minifloat.plan.overrides import Override
-from minifloat.plan.tensor_plan import QuantizationPlan
 
 Planner = Callable[[Scheme, Sequence[Override]], QuantizationPlan]
 

@@ -20,13 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minifloat._version import __version__
-from minifloat.architecture.families import family_of, unknown_family_notes
-from minifloat.architecture.groups import expert_group
 from minifloat.calibration.result import Calibration
-from minifloat.check.deployment import Reports, check_everywhere
-from minifloat.check.engine_verdict import engine_verdicts
-from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
+from minifloat.checkpoint.hub import is_hub_id, model_folder
 from minifloat.checkpoint.job import RewriteJob, record_check
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
@@ -45,19 +41,24 @@ from minifloat.checkpoint.rewrite import (
 from minifloat.checkpoint.schema import map_of, number
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
+from minifloat.deploy.check.deployment import Reports, check_everywhere
+from minifloat.deploy.check.engine_verdict import engine_verdicts
+from minifloat.deploy.check.subject import Subject
 from minifloat.errors import UsageError
-from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
-from minifloat.layouts import get_writer
-from minifloat.layouts.contradictions import refuse_contradictions
-from minifloat.layouts.decoded import DecodedCheckpoint
-from minifloat.layouts.model_config import quantized_model_config
-from minifloat.layouts.plain_view import plain_view
+from minifloat.model.architecture.families import family_of, unknown_family_notes
+from minifloat.model.architecture.groups import expert_group
+from minifloat.model.layouts import get_writer
+from minifloat.model.layouts.contradictions import refuse_contradictions
+from minifloat.model.layouts.decoded import DecodedCheckpoint
+from minifloat.model.layouts.model_config import quantized_model_config
+from minifloat.model.layouts.plain_view import plain_view
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.quantization import kept_experts
+from minifloat.model.plan.share import QuantizedShare
+from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
+from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme, without_static_scales
-from minifloat.plan.overrides import Override
-from minifloat.plan.quantization import kept_experts
-from minifloat.plan.share import QuantizedShare
-from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import BUDGET_CHART, MODEL, model_card
 from minifloat.quantize.copied_codes import copied_codes, copy_codes
 from minifloat.quantize.engines import EngineChoice
@@ -81,14 +82,13 @@ from minifloat.quantize.stream import (
     write_rounded_copy,
     write_rounded_part,
 )
-from minifloat.runtime.engine_names import EngineNames, engine_names
 
 if TYPE_CHECKING:  # these import torch, which only a run with data needs
     from minifloat.calibration.data import SourceLike
     from minifloat.quantize.rounded import DataOptions, RoundedOutput
-    from minifloat.rounding.budget.formats import Planner
-    from minifloat.rounding.budget.search import WithinBudget
-    from minifloat.rounding.budget.target import Budget
+    from minifloat.quantize.rounding.budget.formats import Planner
+    from minifloat.quantize.rounding.budget.search import WithinBudget
+    from minifloat.quantize.rounding.budget.target import Budget
 
 
 def quantize_checkpoint(
@@ -132,7 +132,7 @@ def quantize_checkpoint(
         calibration: Activation statistics, and the rule that turns them into static scales.
         data: Text that codes are chosen with: files, folders, data sets, or ``"self"`` for text that the model itself
             writes; or `DataOptions` with all options. None: every weight is rounded to nearest.
-        method: A name of `minifloat.rounding.methods.METHODS`; by default ``"match"`` with data.
+        method: A name of `minifloat.quantize.rounding.methods.METHODS`; by default ``"match"`` with data.
         budget: Bits, bytes or KL divergence within which the formats of fused groups of weights are chosen; needs
             `data`. `overrides` keep the format of the modules that they match.
         kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
@@ -143,7 +143,7 @@ def quantize_checkpoint(
             errors in the report differ by the order of summation.
         impl: Implementation of the cast: "auto", "cpu", "reference" or "triton"; CUDA devices run "triton".
         progress: Called from this thread as work completes.
-        revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
         base_model: For the model card: the source's id on the hub, where the source is a folder.
         mtp: Quantize layers of multi-token prediction too, which are kept otherwise.
         allow_partial: Accept that less than half of the linear weights is quantized, which is an error otherwise.
@@ -322,7 +322,7 @@ def _mtp_note(plan: QuantizationPlan) -> Iterator[str]:
 
 def _write_budget_chart(writer: CheckpointWriter, within: WithinBudget) -> None:
     """Write the chart of KL divergence against bits, which the model card shows."""
-    from minifloat.rounding.budget.chart import budget_chart
+    from minifloat.quantize.rounding.budget.chart import budget_chart
 
     writer.write_file(BUDGET_CHART, budget_chart(within).encode())
 

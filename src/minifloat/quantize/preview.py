@@ -9,23 +9,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minifloat.architecture.families import unknown_family_notes
 from minifloat.calibration.result import Calibration
-from minifloat.check.deployment import check_everywhere
-from minifloat.check.engine_verdict import EngineVerdict, engine_verdicts
-from minifloat.check.subject import Subject
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.rewrite import refuse_inside
 from minifloat.checkpoint.writer import CheckpointWriter
-from minifloat.hub import model_folder
-from minifloat.layouts import choose_writer
-from minifloat.layouts.contradictions import refuse_contradictions
-from minifloat.layouts.plain_view import plain_view
+from minifloat.deploy.check.deployment import check_everywhere
+from minifloat.deploy.check.engine_verdict import EngineVerdict, engine_verdicts
+from minifloat.deploy.check.subject import Subject
+from minifloat.model.architecture.families import unknown_family_notes
+from minifloat.model.layouts import choose_writer
+from minifloat.model.layouts.contradictions import refuse_contradictions
+from minifloat.model.layouts.plain_view import plain_view
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.quantization import make_plan
+from minifloat.model.plan.share import QuantizedShare, require_share
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
-from minifloat.plan.overrides import Override
-from minifloat.plan.quantization import make_plan
-from minifloat.plan.share import QuantizedShare, require_share
-from minifloat.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.card import MODEL
 from minifloat.quantize.engines import EngineChoice
 from minifloat.quantize.quantized_source import with_dequantized_copies

@@ -10,9 +10,9 @@ from minifloat._version import __version__
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.digest import combine
-from minifloat.hub import model_name, origin_of
-from minifloat.layouts import compressed_tensors
-from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.checkpoint.hub import model_name, origin_of
+from minifloat.model.layouts import compressed_tensors
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 
 
 class _TensorEntry(Protocol):

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from minifloat.architecture.families import family_of
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import UsageError
-from minifloat.layouts.decoded import DecodedCheckpoint, plain_dtype
-from minifloat.layouts.inspection import format_name
-from minifloat.plan.tensor_plan import QuantizationPlan, module_name
+from minifloat.model.architecture.families import family_of
+from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_dtype
+from minifloat.model.layouts.inspection import format_name
+from minifloat.model.plan.tensor_plan import QuantizationPlan, module_name
+from minifloat.model.runtime.stored_experts import stored_fused_as
 from minifloat.quantize.report import COPIED_CODES, TensorReport
-from minifloat.runtime.stored_experts import stored_fused_as
 
 
 def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from minifloat.check.engine_verdict import EngineVerdict
 from minifloat.checkpoint.schema import Check, exact_fields, list_of, natural, number, or_null, text
+from minifloat.deploy.check.engine_verdict import EngineVerdict
+from minifloat.model.plan.share import QuantizedShare
+from minifloat.model.plan.tensor_plan import Part, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
-from minifloat.plan.share import QuantizedShare
-from minifloat.plan.tensor_plan import Part, TensorPlan
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.short import ShortReport
 from minifloat.report.text import size_text

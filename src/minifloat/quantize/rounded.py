@@ -21,20 +21,20 @@ from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.overrides import Override
-from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.quantize.rounding.budget.formats import Planner, find_formats
+from minifloat.quantize.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
+from minifloat.quantize.rounding.budget.target import Budget
+from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
+from minifloat.quantize.rounding.methods import get_method
+from minifloat.quantize.rounding.options import DEFAULT_ROUNDING, RoundingOptions
+from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.saved import SavedHessians
+from minifloat.quantize.rounding.saved_run import require_independent, round_saved
 from minifloat.quantize.source_gain import SourceGain, source_gains, source_warnings
-from minifloat.rounding.budget.formats import Planner, find_formats
-from minifloat.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
-from minifloat.rounding.budget.target import Budget
-from minifloat.rounding.collect import TOKENS_PER_CHANNEL
-from minifloat.rounding.methods import get_method
-from minifloat.rounding.options import DEFAULT_ROUNDING, RoundingOptions
-from minifloat.rounding.rounded_model import RoundedModel
-from minifloat.rounding.run import round_checkpoint
-from minifloat.rounding.saved import SavedHessians
-from minifloat.rounding.saved_run import require_independent, round_saved
 
 #: Suffix of the folder beside the destination in which finished layers are kept.
 WORK_SUFFIX = ".minifloat-rounding"

@@ -17,11 +17,11 @@ from minifloat.calibration.rules import Rule, history_rule
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, UsageError
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E2M1, E4M3, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import KVSpec, weight_only, without_static_scales
-from minifloat.plan.tensor_plan import QuantizationPlan
 
 #: How ``--kv-cache fp8`` stores keys and values.
 KV_FP8 = KVSpec(E4M3, TENSOR)

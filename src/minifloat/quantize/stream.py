@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.architecture.roles import is_dense_float
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax
 from minifloat.kernels.quantize import quantize_rows, why_not
-from minifloat.layouts.decoded import DecodedCheckpoint
+from minifloat.model.architecture.roles import is_dense_float
+from minifloat.model.layouts.decoded import DecodedCheckpoint
+from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.tensor_plan import Part
 from minifloat.quantize.copied_codes import stored_digest
 from minifloat.quantize.decoded import write_decoded
 
 if TYPE_CHECKING:  # it imports torch, which only a run with data needs
-    from minifloat.rounding.rounded_model import RoundedModel
+    from minifloat.quantize.rounding.rounded_model import RoundedModel
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20

@@ -17,7 +17,7 @@ from minifloat.errors import MinifloatError, UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from minifloat.serve.engine import Engine, SamplingParams
+    from minifloat.engine import Engine, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def open_text_model(
         KernelUnavailable: If `device` is not here, or this processor has no kernels for `activations`.
         UsageError: If the options do not go together with the model.
     """
-    from minifloat.layouts import describe
-    from minifloat.runtime.devices import device_named
+    from minifloat.model.layouts import describe
+    from minifloat.model.runtime.devices import device_named
 
     place = device_named(device)
     with Checkpoint.open(folder) as checkpoint:
         description = describe(checkpoint)
         if place.type == "cpu" and (weight_only or not description.quantizes_inputs):
-            from minifloat.serve.engine import Engine
+            from minifloat.engine import Engine
 
             try:
                 return Engine(
@@ -78,7 +78,7 @@ def open_text_model(
             raise UsageError(
                 f"deterministic: only the native decoder of the CPU has it; this model runs elsewhere ({place}){cure}"
             )
-        from minifloat.runtime.load import load_opened
+        from minifloat.model.runtime.load import load_opened
 
         return load_opened(
             checkpoint,

@@ -48,7 +48,7 @@ def starting(
     gc.disable()
     try:
         if device == "cpu" and packed_cache is not None:
-            from minifloat.runtime import packed_cache as packed
+            from minifloat.model.runtime import packed_cache as packed
 
             packed.begin(packed_cache, Path(model), dtype=dtype, lm_head=lm_head)
         yield

@@ -26,13 +26,13 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from minifloat.architecture.full_config import position_limit
+from minifloat.checkpoint.hub import model_folder
+from minifloat.engine.detokenize import Detokenizer
+from minifloat.engine.sampling import SamplingParams, SamplingState, sample
 from minifloat.errors import UsageError
-from minifloat.hub import model_folder
-from minifloat.runtime.tokenizer import load_tokenizer
-from minifloat.runtime.tokens import end_tokens
-from minifloat.serve.detokenize import Detokenizer
-from minifloat.serve.engine.sampling import SamplingParams, SamplingState, sample
+from minifloat.model.architecture.full_config import position_limit
+from minifloat.model.runtime.tokenizer import load_tokenizer
+from minifloat.model.runtime.tokens import end_tokens
 from minifloat.serve.native_text import native_pieces, open_text_model
 
 
@@ -54,7 +54,7 @@ def generate(
     iterator, as a KeyboardInterrupt in a loop over it does, ends generation after the token at work.
 
     Args:
-        model: A folder, a model of the hub, or one made by `minifloat.runtime.load.load`.
+        model: A folder, a model of the hub, or one made by `minifloat.model.runtime.load.load`.
         prompt: The text to continue, without a chat template.
         max_new_tokens: Number of tokens at most.
         temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn. At
@@ -63,7 +63,7 @@ def generate(
         seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
         lm_head: Output layer of a model that is loaded here, as in `Engine`.
         activations: Inputs of quantized weights of a model that is loaded here, as in `Engine`.
-        revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Revision of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
 
     Returns:
         An iterator over pieces of the continuation, without the prompt and without special tokens. A character whose

@@ -2,7 +2,7 @@
 
 transformers builds the model, calls the quantizer, fills all parameters that are left, and calls the quantizer again.
 Here the first call takes the parameters out of the model that the checkpoint has quantized. The second loads the
-checkpoint by `minifloat.runtime.load`, which knows every layout and family, and puts its quantized modules into their
+checkpoint by `minifloat.model.runtime.load`, which knows every layout and family, and puts its quantized modules into their
 places. All other parameters are filled by transformers itself.
 """
 
@@ -21,12 +21,12 @@ from transformers.quantizers.base import HfQuantizer
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, MinifloatError, UsageError
-from minifloat.layouts import READERS, describe
-from minifloat.runtime.experts import QuantizedExperts
-from minifloat.runtime.linear import QuantizedLinear
-from minifloat.runtime.load import load_opened
-from minifloat.runtime.names import assign
-from minifloat.runtime.tensors import TORCH_DTYPES, StoredTensors
+from minifloat.model.layouts import READERS, describe
+from minifloat.model.runtime.experts import QuantizedExperts
+from minifloat.model.runtime.linear import QuantizedLinear
+from minifloat.model.runtime.load import load_opened
+from minifloat.model.runtime.names import assign
+from minifloat.model.runtime.tensors import TORCH_DTYPES, StoredTensors
 
 _LOG = logging.getLogger(__name__)
 

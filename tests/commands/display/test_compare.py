@@ -8,9 +8,9 @@ from comparisons import full_candidate, hostile_comparison, make_candidate, make
 from rich.console import Console
 
 from minifloat.commands.display.compare import print_comparison
-from minifloat.compare.intervals import Estimate
-from minifloat.compare.result import Comparison
-from minifloat.compare.verdict import Tolerance, judge
+from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.result import Comparison
+from minifloat.evaluate.compare.verdict import Tolerance, judge
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from fake_engine import FakeEngine
 from serving import Client, running
 
-from minifloat.runtime.tokenizer import load_tokenizer
-from minifloat.serve.engine import Engine
+from minifloat.engine import Engine
+from minifloat.model.runtime.tokenizer import load_tokenizer
 
 #: A minimal chat template, with a control token of the tokenizer.
 TEMPLATE = (

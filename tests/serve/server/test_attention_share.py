@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
+from minifloat.engine import AsyncEngine, Engine, SamplingParams
 from minifloat.serve.server.metrics import Metrics
 
 STORIES = Path(__file__).parents[3] / "examples" / "storybook-4m"

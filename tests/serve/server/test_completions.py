@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import MODEL, Client, running
 
-from minifloat.serve.engine import TokenLogprob
+from minifloat.engine import TokenLogprob
 from minifloat.serve.server.answers import completion_logprobs
 from minifloat.serve.server.writers import EchoedPrompt, prompt_logprobs
 
@@ -363,7 +363,7 @@ def test_a_completion_without_max_tokens_has_16_and_a_chat_goes_to_the_end_of_th
 
 
 def test_a_chat_without_a_template_is_refused_with_the_option_to_use(llama_folder: Any) -> None:
-    from minifloat.runtime.tokenizer import load_tokenizer
+    from minifloat.model.runtime.tokenizer import load_tokenizer
 
     with running(FakeEngine(load_tokenizer(llama_folder))) as client:
         answer = client.chat("x")

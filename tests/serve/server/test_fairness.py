@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
-from minifloat.serve.engine import Engine
+from minifloat.engine import Engine
 
 #: Seconds by which a request may delay the next token of another.
 MOST = 0.1

@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
+from minifloat.engine import Engine
 from minifloat.errors import StorageError, UsageError
-from minifloat.serve.engine import Engine
 from minifloat.serve.server import read_api_keys
 
 KEY, OTHER_KEY = "the-first-key", "the-other-key"

@@ -64,7 +64,7 @@ def test_our_plugin_counts_where_this_vllm_loads_it(
         metadata = tmp_path / f"{name}-{number}.dist-info" / "METADATA"
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
     points = tmp_path / "plugged-1.dist-info" / "entry_points.txt"
-    points.write_text("[vllm.general_plugins]\nminifloat = minifloat.vllm:register\n")
+    points.write_text("[vllm.general_plugins]\nminifloat = minifloat.serve.vllm_plugin:register\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)

@@ -1,6 +1,6 @@
 """`LayerStack`: a model whose decoder layers are loaded and run one at a time.
 
-Calibration observes each layer, and `minifloat.rounding` quantizes each layer; both walk over the same stack.
+Calibration observes each layer, and `minifloat.quantize.rounding` quantizes each layer; both walk over the same stack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minifloat.calibration.layerwise.weights import PartialWeights
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint.files import storage_errors
-from minifloat.runtime.load import Loader
+from minifloat.model.runtime.load import Loader
 
 
 class LayerStack:

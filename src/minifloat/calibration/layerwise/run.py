@@ -33,7 +33,7 @@ from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.whole import calibrate_whole, check_data
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
-from minifloat.runtime.load import Loader
+from minifloat.model.runtime.load import Loader
 
 _LOG = logging.getLogger(__name__)
 

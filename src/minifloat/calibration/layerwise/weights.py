@@ -11,9 +11,9 @@ from torch import nn
 
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.errors import UsageError
-from minifloat.runtime.load import Loader
-from minifloat.runtime.names import Assignment
-from minifloat.runtime.tensors import TORCH_DTYPES
+from minifloat.model.runtime.load import Loader
+from minifloat.model.runtime.names import Assignment
+from minifloat.model.runtime.tensors import TORCH_DTYPES
 
 
 class PartialWeights:

@@ -9,9 +9,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from minifloat.bench.figures import BatchFigures, spread
-from minifloat.bench.gains import EngineFigures, GainsReport
 from minifloat.commands.display.console import make_console, make_table
+from minifloat.evaluate.bench.figures import BatchFigures, spread
+from minifloat.evaluate.bench.gains import EngineFigures, GainsReport
 
 _MEBI = 1 << 20
 _GIGA = 10**9

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from minifloat.check import ENGINES, CheckReport, Finding
 from minifloat.commands.display.console import make_console, make_table
+from minifloat.deploy.check import ENGINES, CheckReport, Finding
 
 _SHOWN_LINES = 6  #: lines of evidence per finding; the JSON has all of them
 

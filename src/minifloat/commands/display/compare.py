@@ -8,9 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table
-from minifloat.compare.pages.numbers import increase, number, with_interval
-from minifloat.compare.pages.tasks import recovery, task_difference, task_score
-from minifloat.compare.pages.words import (
+from minifloat.evaluate.compare.pages.numbers import increase, number, with_interval
+from minifloat.evaluate.compare.pages.tasks import recovery, task_difference, task_score
+from minifloat.evaluate.compare.pages.words import (
     attribution_text,
     baseline_name,
     candidate_names,
@@ -27,9 +27,9 @@ from minifloat.compare.pages.words import (
     unmet_lines,
     verdict_line,
 )
-from minifloat.compare.positions import Positions
-from minifloat.compare.result import CandidateResult, Comparison
-from minifloat.compare.summary import Summary
+from minifloat.evaluate.compare.positions import Positions
+from minifloat.evaluate.compare.result import CandidateResult, Comparison
+from minifloat.evaluate.compare.summary import Summary
 from minifloat.report.text import visible
 
 _WORST_MODULES = 3

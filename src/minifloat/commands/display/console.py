@@ -23,9 +23,9 @@ from rich.text import Text
 from minifloat.report.text import size_text
 
 if TYPE_CHECKING:
-    from minifloat.check.engine_verdict import EngineVerdict
     from minifloat.checkpoint.progress import Progress as ProgressCallback
-    from minifloat.convert.report import ConvertReport
+    from minifloat.deploy.check.engine_verdict import EngineVerdict
+    from minifloat.quantize.convert.report import ConvertReport
     from minifloat.quantize.report import QuantizeReport
 
 

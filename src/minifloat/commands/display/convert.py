@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minifloat.commands.display.console import make_console, make_table, print_engines, print_outcome
-from minifloat.convert.report import ConvertedTensor, ConvertReport
+from minifloat.quantize.convert.report import ConvertedTensor, ConvertReport
 from minifloat.report.text import layer_pattern, size_text
 
 

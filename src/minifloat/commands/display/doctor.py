@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.markup import escape
 
 from minifloat.commands.display.console import make_console, make_table
-from minifloat.diagnosis import Diagnosis
+from minifloat.deploy.diagnosis import Diagnosis
 from minifloat.report.text import size_text
 
 ALL_GOOD = "All good."

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from minifloat.commands.display.console import make_console, make_table, shape_text
-from minifloat.layouts.inspection import Inspection
+from minifloat.model.layouts.inspection import Inspection
 from minifloat.report.text import layer_pattern, size_text
 
 

@@ -7,12 +7,12 @@ from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table
 from minifloat.commands.display.plan_loss import loss_note, loss_table, quality_text
+from minifloat.deploy.estimate.hardware import CPU, Hardware
+from minifloat.deploy.estimate.memory import MOST_DEVICES
+from minifloat.deploy.estimate.model_plan import ModelPlan, SchemePlan
+from minifloat.deploy.estimate.roofline import Bound
+from minifloat.model.plan.overrides import KEEP
 from minifloat.numerics.formats import BFLOAT16
-from minifloat.plan.hardware import CPU, Hardware
-from minifloat.plan.memory import MOST_DEVICES
-from minifloat.plan.model_plan import ModelPlan, SchemePlan
-from minifloat.plan.overrides import KEEP
-from minifloat.plan.roofline import Bound
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _GIGA, _TERA = 10**9, 10**12

@@ -6,10 +6,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from minifloat.commands.display.console import make_table
+from minifloat.deploy.estimate.known_loss import MEASURED_MODELS, KnownLoss, Measured
+from minifloat.deploy.estimate.model_plan import ModelPlan, SchemePlan
+from minifloat.model.plan.overrides import KEEP
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.plan.known_loss import MEASURED_MODELS, KnownLoss, Measured
-from minifloat.plan.model_plan import ModelPlan, SchemePlan
-from minifloat.plan.overrides import KEEP
 
 _NOT_MEASURED = "not measured"
 

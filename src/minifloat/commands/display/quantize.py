@@ -8,7 +8,7 @@ from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table, print_engines, print_outcome, shape_text
 from minifloat.commands.display.rounding import print_rounding
-from minifloat.plan.share import QuantizedShare
+from minifloat.model.plan.share import QuantizedShare
 from minifloat.quantize.preview import PlannedTensor, QuantizePreview
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import ActivationReport

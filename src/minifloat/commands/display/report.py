@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from minifloat.check.engine_verdict import engine_verdicts
-from minifloat.checkpoint_report import Results
 from minifloat.commands.display.console import make_console, make_table
+from minifloat.deploy.check.engine_verdict import engine_verdicts
+from minifloat.evaluate.checkpoint_report import Results
 from minifloat.quantize.page import done_rows, done_sentences
 
 
@@ -36,8 +36,8 @@ def _print_comparison(console: Console, results: Results, command: str) -> None:
     if results.comparison is None:
         _say(console, f"Is it still the same model? Not measured yet: {command}")
         return
-    from minifloat.compare.pages.numbers import increase, with_interval
-    from minifloat.compare.pages.words import candidate_names, verdict_line
+    from minifloat.evaluate.compare.pages.numbers import increase, with_interval
+    from minifloat.evaluate.compare.pages.words import candidate_names, verdict_line
 
     comparison = results.comparison
     rows = []
@@ -61,7 +61,7 @@ def _print_gains(console: Console, results: Results, command: str) -> None:
     if results.gains is None:
         _say(console, f"What was gained: not measured yet: {command}")
         return
-    from minifloat.bench.page import gain_rows, gain_sentences
+    from minifloat.evaluate.bench.page import gain_rows, gain_sentences
 
     _print_table(console, ("what was gained", "baseline", "quantized", "gain"), gain_rows(results.gains))
     for text in gain_sentences(results.gains):

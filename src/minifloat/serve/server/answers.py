@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from minifloat.serve.engine import TokenLogprob
-from minifloat.serve.engine import TokenUsage as EngineUsage
+from minifloat.engine import TokenLogprob
+from minifloat.engine import TokenUsage as EngineUsage
 
 #: Log-probability of an impossible token, since JSON has no infinity.
 _IMPOSSIBLE = -9999.0

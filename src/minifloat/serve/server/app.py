@@ -27,7 +27,7 @@ from minifloat.serve.server.service import Service
 from minifloat.serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import AsyncEngine
+    from minifloat.engine import AsyncEngine
 
 _LOG = logging.getLogger("minifloat.server")
 

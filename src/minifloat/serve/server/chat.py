@@ -1,7 +1,7 @@
 """Turns messages into a prompt with the model's chat template.
 
 A template is a program that comes with a checkpoint. It runs in a sandbox (no attributes with underscores, nothing
-mutable) in a process of its own, which has limits of memory and processor time (`minifloat.runtime.templates`). Control
+mutable) in a process of its own, which has limits of memory and processor time (`minifloat.model.runtime.templates`). Control
 tokens in the text of a message are tokenized as plain characters, so that a message cannot pretend to be another role.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minifloat.errors import ChatTemplateError, UsageError
-from minifloat.runtime.templates import WORKER, RenderLimits, chat_tokens
+from minifloat.model.runtime.templates import WORKER, RenderLimits, chat_tokens
 
 if TYPE_CHECKING:
-    from minifloat.runtime.tokenizer import TextTokenizer
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 
 class ChatTemplate:

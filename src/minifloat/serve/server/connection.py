@@ -26,7 +26,7 @@ from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import AsyncEngine
+    from minifloat.engine import AsyncEngine
 
 _LOG = logging.getLogger("minifloat.server")
 #: Seconds after the drain in which the last answers are still written.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
+from minifloat.engine import Delivery, Request
 from minifloat.errors import MinifloatError, UsageError
-from minifloat.serve.engine import Delivery, Request
 from minifloat.serve.server.errors import APIError, from_minifloat
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import AsyncEngine, RequestStream
+    from minifloat.engine import AsyncEngine, RequestStream
 
 _Result = TypeVar("_Result")
 

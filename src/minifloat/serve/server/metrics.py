@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from minifloat.serve.engine import ModelInfo, StepStats, Timings, TokenUsage
+from minifloat.engine import ModelInfo, StepStats, Timings, TokenUsage
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import AsyncEngine
+    from minifloat.engine import AsyncEngine
 
 PREFIX = "minifloat"
 

@@ -17,7 +17,7 @@ from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.protocol import Message
 
 if TYPE_CHECKING:
-    from minifloat.runtime.tokenizer import TextTokenizer
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 _Result = TypeVar("_Result")
 

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from minifloat.serve.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
+from minifloat.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 from minifloat.serve.server.errors import NOT_UNICODE, FieldError
 
 MAX_CHOICES = 8

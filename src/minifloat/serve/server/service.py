@@ -13,8 +13,8 @@ from fastapi import Request as HTTPRequest
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from minifloat.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
 from minifloat.errors import ContextLengthError, QueueFull
-from minifloat.serve.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
 from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
@@ -29,7 +29,7 @@ from minifloat.serve.server.protocol import (
 from minifloat.serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import AsyncEngine
+    from minifloat.engine import AsyncEngine
 
 _SEEDS = 2**64
 #: Commas in a body. Parsing JSON is one call, during which no other Python code runs: 50 ns for each small number.

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from minifloat.hub import model_name
+from minifloat.checkpoint.hub import model_name
 from minifloat.report.text import size_text
 from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
@@ -15,8 +15,8 @@ from minifloat.serve.sockets import bind
 from minifloat.serve.starting import importing, starting
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import ModelInfo
-    from minifloat.serve.engine.options import EngineKeywords
+    from minifloat.engine import ModelInfo
+    from minifloat.engine.options import EngineKeywords
 
 _LOG = logging.getLogger("minifloat.server")
 
@@ -56,8 +56,8 @@ def serve_checkpoint(
             lm_head=engine.get("lm_head", "auto"),
         ):
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.
+            from minifloat.engine import AsyncEngine, Engine
             from minifloat.kernels.threads import set_threads
-            from minifloat.serve.engine import AsyncEngine, Engine
 
             if threads is not None:
                 set_threads(threads)

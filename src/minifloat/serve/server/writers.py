@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from minifloat._version import __version__
-from minifloat.serve.engine import Delivery, TokenLogprob
-from minifloat.serve.engine import TokenUsage as EngineUsage
+from minifloat.engine import Delivery, TokenLogprob
+from minifloat.engine import TokenUsage as EngineUsage
 from minifloat.serve.server.answers import (
     AssistantMessage,
     ChatChoice,

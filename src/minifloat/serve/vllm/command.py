@@ -10,7 +10,7 @@ import os
 import shlex
 from dataclasses import dataclass, field
 
-from minifloat.hub.ids import hub_id
+from minifloat.checkpoint.hub.ids import hub_id
 from minifloat.serve.vllm.options import VllmOptions
 
 _KEY_VARIABLE = "VLLM_API_KEY"

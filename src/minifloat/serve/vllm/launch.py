@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import BinaryIO
 
-from minifloat.check.subject import Subject
-from minifloat.hub import open_headers
-from minifloat.layouts import READERS
+from minifloat.checkpoint.hub import open_headers
+from minifloat.deploy.check.subject import Subject
+from minifloat.model.layouts import READERS
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 from minifloat.serve.vllm import preflight

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from minifloat.checkpoint.hub import model_name
 from minifloat.errors import UsageError
-from minifloat.hub import model_name
 
 #: Options of `minifloat serve` that vLLM has too -> vLLM's name.
 _TRANSLATED = {
@@ -69,7 +69,7 @@ class VllmOptions:
         vllm_python: Python of vLLM's environment, instead of the command.
         tensor_parallel_size: Number of devices that share every matrix.
         pipeline_parallel_size: Number of groups of devices that share the layers.
-        hardware: Name in `minifloat.check.ENGINE_HARDWARE`; None: detected.
+        hardware: Name in `minifloat.deploy.check.ENGINE_HARDWARE`; None: detected.
         settings: Options of vLLM with their values; the value of a flag is None.
         arguments: More arguments of vLLM, passed on unchanged.
         startup_timeout: Seconds until vLLM must answer.

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from minifloat.check import ENGINE_HARDWARE, ENGINES, CheckReport, Target, check_checkpoint, vllm_plugin
+from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, CheckReport, Target, check_checkpoint, vllm_plugin
+from minifloat.deploy.diagnosis.gpu import parse_gpu
 from minifloat.errors import UsageError
 from minifloat.serve.vllm.options import VllmOptions
 
@@ -94,16 +95,6 @@ def find_hardware(version: str) -> str | None:
         return None
     names = {parse_gpu(line) for line in answer.stdout.splitlines() if line.strip()}
     return names.pop() if answer.returncode == 0 and len(names) == 1 else None
-
-
-def parse_gpu(line: str) -> str | None:
-    """Return the name in `ENGINE_HARDWARE` of a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 9.0``."""
-    model, _, capability = line.rpartition(",")
-    words = re.split(r"[\s-]+", model.lower())
-    for hardware in ENGINE_HARDWARE.values():
-        if hardware.name in words and capability.strip().replace(".", "") == str(hardware.generation.capability):
-            return hardware.name
-    return None
 
 
 def require_loadable(options: VllmOptions, hardware: str | None, plugin: str | None = None) -> CheckReport | None:

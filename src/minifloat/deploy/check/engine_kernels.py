@@ -1,0 +1,109 @@
+"""Which kernel an engine chooses for a linear: the name that a server's log should show.
+
+Sources: vLLM's lists of kernels in their order (`model_executor/kernels/linear/__init__.py` of 0.32.0; FlashInfer,
+DeepGEMM and Humming where they are installed, as in its images) and SGLang's schemes. Experts have kernels of their
+own, which are not listed. A row with `confirmed` was confirmed by loading a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minifloat.deploy.check import vllm_plugin
+from minifloat.deploy.check.loading_rule import Case
+from minifloat.deploy.check.rules.machines import BEFORE_BLACKWELL, CPUS, NVIDIA
+from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
+from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
+
+
+@dataclass(frozen=True)
+class EngineKernel:
+    """The kernel that an engine chooses for linears of some kinds.
+
+    Attributes:
+        engine: A name in `check.target.ENGINES`.
+        hardware: Names in `plan.hardware.ENGINE_HARDWARE`.
+        kinds: Kinds of weights.
+        name: Name in the engine's log or code.
+        computes: The formats in which it multiplies.
+        confirmed: Whether the engine was observed to choose it.
+        layout: Layout of the checkpoint; None: every layout that the engine reads.
+    """
+
+    engine: str
+    hardware: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    name: str
+    computes: str
+    confirmed: bool = False
+    layout: str | None = None
+
+
+_CT, _FP8, _GPT_OSS = compressed_tensors.NAME, fp8.NAME, gpt_oss.NAME
+_HOPPER = ("h100", "h200")
+_ADA_UP = ("l40s", *_HOPPER, "b200")
+_W8A8 = (Kind.FP8_STATIC, Kind.FP8_DYNAMIC)
+_WEIGHT_ONLY = "16-bit inputs"
+_FP8_INPUTS = "FP8 inputs"
+_DECODED = "BF16, decoded at load or at the first pass"
+_ALL_KINDS = tuple(kind for kind in Kind if kind is not Kind.OTHER)
+
+KERNELS: tuple[EngineKernel, ...] = (
+    EngineKernel("vllm", ("cpu",), (Kind.FP8_BLOCK,), "CPUFp8BlockScaledMMKernel (AMX)", _WEIGHT_ONLY, confirmed=True),
+    EngineKernel(
+        "vllm", CPUS, (Kind.FP8_DYNAMIC,), "ChannelWiseTorchFP8ScaledMMLinearKernel", _FP8_INPUTS, confirmed=True
+    ),
+    EngineKernel("vllm", ("a100",), _W8A8, "Humming, else MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("a100", "l40s"), (Kind.FP8_BLOCK,), "MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("l40s", *_HOPPER), _W8A8, "CutlassFP8ScaledMMLinearKernel", _FP8_INPUTS),
+    EngineKernel("vllm", ("b200",), (Kind.FP8_STATIC,), "FlashInferFP8ScaledMMLinearKernel", _FP8_INPUTS),
+    EngineKernel("vllm", ("b200",), (Kind.FP8_DYNAMIC,), "CutlassFP8ScaledMMLinearKernel", _FP8_INPUTS),
+    EngineKernel("vllm", (*_HOPPER, "b200"), (Kind.FP8_BLOCK,), "DeepGemmFp8BlockScaledMMKernel", _FP8_INPUTS),
+    EngineKernel("vllm", NVIDIA, (Kind.FP8_WEIGHT_ONLY,), "Humming, else MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("a100", "l40s"), MXFP4_KINDS, "MarlinMxFp4LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", _HOPPER, MXFP4_KINDS, "Humming, else MarlinMxFp4LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("b200",), MXFP4_KINDS, "FlashInferMxFp4LinearKernel", "MXFP4 inputs"),
+    EngineKernel("vllm", ("a100", "l40s"), MXFP8_KINDS, "MarlinMxfp8LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", _HOPPER, MXFP8_KINDS, "Humming, else MarlinMxfp8LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("b200",), MXFP8_KINDS, "FlashInferCutedslMxfp8LinearKernel", "MXFP8 inputs"),
+    EngineKernel("vllm", ("a100", "l40s"), (Kind.NVFP4, Kind.NVFP4_W4A4), "MarlinNvFp4LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", _HOPPER, (Kind.NVFP4, Kind.NVFP4_W4A4), "Humming, else MarlinNvFp4LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("b200",), (Kind.NVFP4,), "FlashInferCuteDslNvFp4W4A16LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("b200",), (Kind.NVFP4_W4A4,), "FlashInferCuteDslNvFp4LinearKernel", "NVFP4 inputs"),
+    EngineKernel("vllm", ("mi300",), (Kind.FP8_BLOCK,), "AITER, else TritonFp8BlockScaledMMKernel", _FP8_INPUTS),
+    EngineKernel("vllm", ("mi300",), _W8A8, "AITER, else ROCmFP8ScaledMMLinearKernel or torch._scaled_mm", _FP8_INPUTS),
+    EngineKernel("vllm", ("mi300",), (*MXFP4_KINDS, *MXFP8_KINDS, Kind.NVFP4_W4A4), "Emulation*LinearKernel", _DECODED),
+    EngineKernel("vllm", ("cpu",), (Kind.MXFP4,), "the CPU's fused experts", _WEIGHT_ONLY, layout=_GPT_OSS),
+    EngineKernel("sglang", ("a100",), _W8A8, "CompressedTensorsW8A16Fp8", _WEIGHT_ONLY, layout=_CT),
+    EngineKernel("sglang", _ADA_UP, (*_W8A8, Kind.FP8_BLOCK), "CompressedTensorsW8A8Fp8", _FP8_INPUTS, layout=_CT),
+    EngineKernel("sglang", NVIDIA, (Kind.FP8_WEIGHT_ONLY,), "CompressedTensorsW8A16Fp8", _WEIGHT_ONLY, layout=_CT),
+    EngineKernel("sglang", NVIDIA, (Kind.MXFP4,), "CompressedTensorsW4A16Mxfp4 (Marlin)", _WEIGHT_ONLY, layout=_CT),
+    EngineKernel("sglang", NVIDIA, (Kind.NVFP4,), "CompressedTensorsW4A16Fp4 (Marlin)", _WEIGHT_ONLY, layout=_CT),
+    EngineKernel("sglang", BEFORE_BLACKWELL, (Kind.NVFP4_W4A4,), "CompressedTensorsW4A16Fp4", _WEIGHT_ONLY, layout=_CT),
+    EngineKernel("sglang", ("b200",), (Kind.NVFP4_W4A4,), "CompressedTensorsW4A4Fp4", "NVFP4 inputs", layout=_CT),
+    EngineKernel("transformers", (*NVIDIA, "mi300"), tuple(Kind), "torch's BF16 linear", _DECODED, layout=_CT),
+    EngineKernel("transformers", ("a100",), (Kind.FP8_BLOCK, Kind.OTHER), "torch's BF16 linear", _DECODED, layout=_FP8),
+    EngineKernel(
+        "transformers", _ADA_UP, (Kind.FP8_BLOCK,), "FP8Linear (DeepGEMM or Triton)", _FP8_INPUTS, layout=_FP8
+    ),
+    EngineKernel("transformers", CPUS, tuple(Kind), "torch's BF16 linear", _DECODED, confirmed=True),
+    EngineKernel("minifloat", NVIDIA, tuple(Kind), "minifloat.kernels.linear", _WEIGHT_ONLY),
+    EngineKernel("minifloat", CPUS, _ALL_KINDS, "minifloat.kernels.linear", _WEIGHT_ONLY, confirmed=True),
+    EngineKernel(
+        "minifloat", CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, confirmed=True
+    ),
+)
+
+
+def kernel_for(case: Case, kind: Kind) -> EngineKernel | None:
+    """Return the kernel of the case's engine for linears of a kind; None where it is not known."""
+    if case.target.plugin == vllm_plugin.NAME and case.weights(kind, experts=False):
+        name = vllm_plugin.kernel_of(kind, case.subject.layout)
+        if name is not None:
+            return EngineKernel("vllm", CPUS, (kind,), f"{name} (plugin)", _WEIGHT_ONLY, confirmed=True)
+    for kernel in KERNELS:
+        if kernel.engine != case.target.engine or case.target.hardware.name not in kernel.hardware:
+            continue
+        if kind in kernel.kinds and kernel.layout in (None, case.subject.layout):
+            return kernel
+    return None

@@ -1,0 +1,226 @@
+"""`check_checkpoint`: whether an engine will load a checkpoint on a machine, with which kernels, and what goes wrong.
+
+Only headers and config are read and no engine is started, so the answer takes as long as opening the files. For a model
+that is not quantized yet, the checkpoint that `quantize` would write is judged, from the same plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import open_headers
+from minifloat.deploy.check.engine_kernels import EngineKernel, kernel_for
+from minifloat.deploy.check.loading_rule import Case, Finding, LoadVerdict, apply_rules
+from minifloat.deploy.check.rules import RULES
+from minifloat.deploy.check.subject import Kind, Subject
+from minifloat.deploy.check.target import ENGINES, Target
+from minifloat.errors import TensorError, UsageError
+from minifloat.model.layouts import choose_writer, gpt_oss
+from minifloat.model.layouts.contradictions import refuse_contradictions
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.quantization import make_plan
+from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.numerics.scheme import get_scheme
+from minifloat.report.short import ShortReport
+
+#: Names of the findings that come from no row of the rules.
+_QUANTIZE_REFUSES = "quantize-refuses"
+_KERNEL_NOT_KNOWN = "kernel-not-known"
+
+
+@dataclass(frozen=True, repr=False)
+class CheckReport(ShortReport):
+    """Whether an engine will load a checkpoint, and why.
+
+    Attributes:
+        model: The folder, or the model of the hub, as the caller named it.
+        scheme: The scheme that the model would be quantized to; None: the checkpoint was judged as it is.
+        target: Engine and machine.
+        layout: The layout in which it is, or would be, stored; None where nothing is quantized.
+        kernels: The kernel that will multiply each kind of weight, as far as it is known.
+        findings: The rules that apply, the worst first.
+    """
+
+    model: str
+    scheme: str | None
+    target: Target
+    layout: str | None
+    kernels: tuple[tuple[Kind, EngineKernel], ...]
+    findings: tuple[Finding, ...]
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "model": self.model,
+            "engine": f"{ENGINES[self.target.engine]} on {self.target.hardware.name}",
+            "verdict": self.verdict.value,
+            **({"because": self.findings[0].problem} if self.findings else {}),
+        }
+
+    @property
+    def verdict(self) -> LoadVerdict:
+        """The worst verdict of the findings."""
+        return max(
+            (finding.verdict for finding in self.findings), key=lambda verdict: verdict.rank, default=LoadVerdict.LOADS
+        )
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """The findings that keep the checkpoint from loading, or the model from answering correctly."""
+        return tuple(finding for finding in self.findings if finding.verdict.is_failure)
+
+    def require_loadable(self) -> tuple[str, ...]:
+        """Raise an error if the engine would refuse the checkpoint or answer wrongly.
+
+        Returns:
+            Notes on findings that degrade the checkpoint or whose effect is not known.
+
+        Raises:
+            UsageError: The report has failures; the message names the rule, the modules and the cure.
+        """
+        if self.failures:
+            first, num_more = self.failures[0], len(self.failures) - 1
+            evidence = f" ({first.evidence[0]})" if first.evidence else ""
+            raise UsageError(
+                f"{self.target}: {first.verdict.value}: {first.problem}{evidence}; {first.cure} [rule {first.rule}]"
+                + (f"; and {num_more} more, see minifloat check" if num_more else "")
+            )
+        return tuple(
+            f"{self.target}: {finding.problem}"
+            for finding in self.findings
+            if finding.verdict in (LoadVerdict.DEGRADED, LoadVerdict.UNKNOWN)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "model": self.model,
+            "scheme": self.scheme,
+            "engine": self.target.engine,
+            "engine_version": ENGINES[self.target.engine],
+            "hardware": self.target.hardware.name,
+            "tp": self.target.tp,
+            "plugin": self.target.plugin,
+            "layout": self.layout,
+            "verdict": self.verdict.name.lower(),
+            "kernels": [
+                {"weights": kind.value, "kernel": kernel.name, "computes": kernel.computes, "seen": kernel.confirmed}
+                for kind, kernel in self.kernels
+            ],
+            "findings": [
+                {
+                    "rule": finding.rule,
+                    "verdict": finding.verdict.name.lower(),
+                    "problem": finding.problem,
+                    "cure": finding.cure,
+                    "source": finding.source,
+                    "evidence": list(finding.evidence),
+                }
+                for finding in self.findings
+            ],
+        }
+
+
+def check_checkpoint(
+    model: str | os.PathLike[str],
+    target: str | Target,
+    *,
+    scheme: str | None = None,
+    layout: str | None = None,
+    overrides: Sequence[str | Override] = (),
+    revision: str | None = None,
+) -> CheckReport:
+    """Judge a checkpoint, or the one that `quantize` would write.
+
+    Args:
+        model: A folder in Hugging Face layout, or a model of the hub, whose weights stay there.
+        target: ``"vllm:h100:tp4"``, or a `Target`.
+        scheme: For a model that is not quantized: the scheme to quantize it to, with calibrated static scales.
+        layout: With `scheme`: a name of `layouts.WRITERS`; by default as `quantize_checkpoint` chooses it.
+        overrides: With `scheme`: as in `quantize_checkpoint`.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+
+    Returns:
+        The verdict, with its reasons.
+
+    Raises:
+        UsageError: The target or the scheme is unknown, or `overrides` come without `scheme`.
+        AlreadyQuantizedError: `scheme` is given and the model is already quantized.
+        CheckpointError: The files are damaged, or are no checkpoint.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
+        TensorError: The shapes of codes and scales do not match.
+    """
+    parsed_target = Target.parse(target) if isinstance(target, str) else target
+    with open_headers(model, revision=revision) as checkpoint:
+        if scheme is None:
+            if overrides:
+                raise UsageError("overrides need a scheme: they change what quantize would write")
+            return judge(str(model), None, Case(Subject.of_checkpoint(checkpoint), parsed_target))
+        refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
+        chosen_scheme = get_scheme(scheme)
+        writer = choose_writer(layout, checkpoint.config, chosen_scheme)
+        parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
+        try:
+            writer.check(chosen_scheme)
+            plan = make_plan(checkpoint, chosen_scheme, writer, parsed_overrides)
+        except (TensorError, UsageError) as error:
+            finding = Finding(
+                _QUANTIZE_REFUSES, LoadVerdict.REFUSED, f"minifloat quantize refuses: {error}", "", "this version", ()
+            )
+            return CheckReport(str(model), scheme, parsed_target, writer.name, (), (finding,))
+        return judge(str(model), scheme, Case(Subject.of_plan(checkpoint, plan), parsed_target))
+
+
+def require_loadable(checkpoint: Checkpoint, plan: QuantizationPlan, target: str | Target) -> tuple[str, ...]:
+    """Raise an error if the target's engine would refuse the output of a plan or answer wrongly.
+
+    Returns:
+        Notes on findings that degrade the checkpoint or whose effect is not known.
+
+    Raises:
+        UsageError: The engine would; the message names the rule, the modules and the cure.
+    """
+    parsed_target = Target.parse(target) if isinstance(target, str) else target
+    return judge(
+        str(checkpoint.path), plan.scheme.name, Case(Subject.of_plan(checkpoint, plan), parsed_target)
+    ).require_loadable()
+
+
+def judge(model: str, scheme: str | None, case: Case) -> CheckReport:
+    """Apply the rules of the case's engine, and name its kernels."""
+    findings = list(apply_rules(RULES[case.target.engine], case))
+    kernel_by_kind = {kind: kernel_for(case, kind) for kind in case.subject.kinds}
+    refused = any(finding.verdict.is_failure for finding in findings)
+    unknown = [kind for kind, kernel in kernel_by_kind.items() if kernel is None]
+    if unknown and not refused:
+        findings.append(_not_known(case, unknown))
+    kernels = () if refused else tuple(_reported_kernels(case, kernel_by_kind))
+    findings.sort(key=lambda finding: -finding.verdict.rank)
+    return CheckReport(model, scheme, case.target, case.subject.layout, kernels, tuple(findings))
+
+
+def _reported_kernels(
+    case: Case, kernel_by_kind: Mapping[Kind, EngineKernel | None]
+) -> Iterator[tuple[Kind, EngineKernel]]:
+    """Yield the kernels of linears; those of experts only from rows about gpt-oss' experts."""
+    linears = {weight.kind for weight in case.weights(experts=False)}
+    for kind, kernel in kernel_by_kind.items():
+        if kernel is not None and (kind in linears or kernel.layout == gpt_oss.NAME):
+            yield kind, kernel
+
+
+def _not_known(case: Case, kinds: Sequence[Kind]) -> Finding:
+    """Return the finding that the kernels of these kinds are not known."""
+    return Finding(
+        _KERNEL_NOT_KNOWN,
+        LoadVerdict.UNKNOWN,
+        f"nothing is known here of {case.target.engine} on {case.target.hardware.name} with "
+        f"{' and '.join(kind.value for kind in kinds)} in layout {case.subject.layout}",
+        "try it with a small model",
+        ENGINES[case.target.engine],
+        (),
+    )

@@ -1,0 +1,281 @@
+"""The input of the rules: a checkpoint, or a plan to write one, reduced to what decides whether an engine loads it.
+
+It is read from headers and config alone. A dense model that declares quant_method `mxfp4` is described too: our own
+reader refuses it, but `check` must judge it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.family import Family, Role
+from minifloat.model.architecture.groups import expert_group
+from minifloat.model.architecture.roles import role_of, text_config
+from minifloat.model.layouts import compressed_tensors, describe, gpt_oss
+from minifloat.model.layouts.exclusion import by_name_or_pattern
+from minifloat.model.layouts.model_config import quantized_model_config
+from minifloat.model.layouts.stored import kv_scale_of
+from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
+
+_HEAD = "lm_head"
+#: The class of linears, as a target of a config group.
+_LINEAR = "Linear"
+#: Fused experts are ``[E, N, K]`` or ``[E, K, N]``.
+_FUSED_DIMENSIONS = 3
+#: Roles of the unquantized weights that rules look at.
+_MULTIPLIED = (Role.LINEAR, Role.LM_HEAD, Role.UNQUANTIZED_IN_SERVERS)
+
+
+class Kind(enum.Enum):
+    """How weights and inputs are quantized, as far as engines distinguish it; the value is the text in reports."""
+
+    FP8_STATIC = "FP8 per tensor, static inputs"
+    FP8_DYNAMIC = "FP8 per channel or tensor, inputs per token"
+    FP8_BLOCK = "FP8 in 128x128 blocks"
+    FP8_WEIGHT_ONLY = "FP8 weight-only"
+    MXFP8 = "MXFP8 weight-only"
+    MXFP8_W8A8 = "MXFP8 with MXFP8 inputs"
+    MXFP4 = "MXFP4 weight-only"
+    MXFP4_W4A4 = "MXFP4 with MXFP4 inputs"
+    MXFP4_W4A8 = "MXFP4 with FP8 inputs"
+    NVFP4 = "NVFP4 weight-only"
+    NVFP4_W4A4 = "NVFP4 with NVFP4 inputs"
+    OTHER = "another mixture of formats"
+
+
+#: Kinds with MX weights, whatever their inputs.
+MXFP8_KINDS = (Kind.MXFP8, Kind.MXFP8_W8A8)
+MXFP4_KINDS = (Kind.MXFP4, Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
+
+
+def kind_of(spec: WeightSpec, activation: ActivationSpec | None) -> Kind:
+    """Return the kind of a quantized weight."""
+    if (spec.element, spec.scale, spec.granularity) == (E4M3, E8M0, GROUP_32):
+        return Kind.MXFP8 if activation is None else Kind.MXFP8_W8A8
+    if (spec.element, spec.scale, spec.granularity) == (E2M1, E8M0, GROUP_32):
+        if activation is None:
+            return Kind.MXFP4
+        return Kind.MXFP4_W4A4 if activation.element is E2M1 else Kind.MXFP4_W4A8
+    if (spec.element, spec.scale, spec.granularity) == (E2M1, E4M3, GROUP_16):
+        return Kind.NVFP4 if activation is None else Kind.NVFP4_W4A4
+    if (spec.element, spec.scale) != (E4M3, FLOAT32):
+        return Kind.OTHER
+    if spec.granularity not in (TENSOR, CHANNEL, BLOCK_128):
+        return Kind.OTHER
+    if activation is None:
+        return Kind.FP8_WEIGHT_ONLY
+    if spec.granularity == BLOCK_128:
+        return Kind.FP8_BLOCK
+    return Kind.FP8_DYNAMIC if activation.dynamic else Kind.FP8_STATIC
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear or an expert.
+
+    Attributes:
+        module: Module name.
+        shape: ``(N, K)``.
+        spec: How the weight is quantized; None: it is not quantized.
+        activation: How its inputs are quantized; None: they are not quantized.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    spec: WeightSpec | None = None
+    activation: ActivationSpec | None = None
+
+    @property
+    def kind(self) -> Kind | None:
+        """Kind of the quantized weight; None where it is not quantized."""
+        return None if self.spec is None else kind_of(self.spec, self.activation)
+
+    @property
+    def leaf(self) -> str:
+        """Last part of the module name that is no number; gpt-oss' fused experts end in the number of the expert."""
+        return next(part for part in reversed(self.module.split(".")) if not part.isdecimal())
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the weight belongs to an expert of a layer."""
+        return expert_group(self.module) is not None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that is judged.
+
+    Attributes:
+        layout: Name by `minifloat.model.layouts.describe`; None for a model that is not quantized.
+        model_type: From the config.
+        heads: Number of attention heads, 0 where the config does not say.
+        kv_heads: Number of key-value heads, 0 where the config does not say.
+        config: The language model's part of config.json.
+        weights: Linears and experts of the decoder layers, and an untied lm_head, quantized or not.
+        kv: How the checkpoint declares the KV cache to be quantized; None: it does not.
+        kv_scales: Whether the checkpoint has scales for the KV cache.
+        misnamed: Whether it declares quant_method `mxfp4` and has none of gpt-oss' fused experts.
+        outer_type: ``model_type`` of the whole config, which differs in a multimodal model.
+        head_named: Whether a config group of compressed-tensors targets lm_head by name or pattern, not by class alone.
+        unlisted_experts: Fused experts in 16 bits that a config group of compressed-tensors targets by class.
+    """
+
+    layout: str | None
+    model_type: str
+    heads: int
+    kv_heads: int
+    config: Mapping[str, Any]
+    weights: tuple[Weight, ...]
+    kv: KVSpec | None = None
+    kv_scales: bool = False
+    misnamed: bool = False
+    outer_type: str = ""
+    head_named: bool = False
+    unlisted_experts: tuple[Weight, ...] = ()
+
+    @cached_property
+    def family(self) -> Family:
+        """The description of the model's family."""
+        text = {"model_type": self.model_type}
+        return family_of({"model_type": self.outer_type or self.model_type, "text_config": text})
+
+    @property
+    def quantized(self) -> tuple[Weight, ...]:
+        """The quantized weights."""
+        return tuple(weight for weight in self.weights if weight.spec is not None)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of its quantized weights, in the order of their first weight."""
+        return tuple(dict.fromkeys(weight.kind for weight in self.weights if weight.kind is not None))
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head of queries and keys; 0 where the config does not say, or attention is latent (MLA)."""
+        if _count(self.config, "kv_lora_rank"):
+            return 0
+        head_dim = _count(self.config, "head_dim")
+        return head_dim or (_count(self.config, "hidden_size") // self.heads if self.heads else 0)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Subject:
+        """Describe a checkpoint on disk.
+
+        Raises:
+            CheckpointError: The quantization_config cannot be understood.
+            TensorError: The shapes of codes and scales do not match.
+        """
+        method = (checkpoint.quantization_config or {}).get("quant_method")
+        if method == "mxfp4" and not any(name.endswith("_blocks") for name in checkpoint.tensors):
+            return _subject(checkpoint, gpt_oss.NAME, (), misnamed=True)
+        description = describe(checkpoint)
+        quantized = tuple(
+            Weight(weight.module, weight.shape, weight.spec, weight.activation)
+            for weight in description.weights.values()
+        )
+        used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
+        has_scales = any(kv_scale_of(name) is not None for name in description.auxiliary)
+        plain = _unquantized_linears(checkpoint, {name.removesuffix(".weight") for name in used})
+        subject = _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
+        config = checkpoint.quantization_config or {}
+        unlisted = (
+            _unlisted_experts(checkpoint, config, subject.family) if subject.layout == compressed_tensors.NAME else ()
+        )
+        return replace(subject, head_named=_names_head(config), unlisted_experts=unlisted)
+
+    @classmethod
+    def of_plan(cls, checkpoint: Checkpoint, plan: QuantizationPlan) -> Subject:
+        """Describe the checkpoint that `minifloat.quantize.job.quantize_checkpoint` would write."""
+        parts = [part for tensor in plan.tensors for part in tensor.parts]
+        quantized = tuple(weight for part in parts for weight in _weights_of(part))
+        planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
+        plain = _unquantized_linears(checkpoint, planned)
+        subject = _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
+        quantization = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
+        config = quantized_model_config(checkpoint.config, plan.layout, quantization)
+        return replace(subject, config=text_config(config), head_named=_names_head(quantization))
+
+
+def _weights_of(part: Part) -> tuple[Weight, ...]:
+    """Return the weights of a part; those of experts that stay fused have the number of the expert in their name."""
+    scheme, (rows, cols) = part.scheme, part.shape
+    if part.matrices == 1:
+        return (Weight(part.module, part.shape, scheme.weight, scheme.activation),)
+    shape = (rows // part.matrices, cols)
+    return tuple(
+        Weight(f"{part.module}.{expert}", shape, scheme.weight, scheme.activation) for expert in range(part.matrices)
+    )
+
+
+def _names_head(config: Mapping[str, Any]) -> bool:
+    """Return whether a config group targets lm_head by name or pattern."""
+    groups = config.get("config_groups") or {}
+    targets = [str(target) for group in groups.values() for target in group.get("targets") or ()]
+    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+    return _HEAD in targets or any(re.match(pattern, _HEAD) for pattern in patterns)
+
+
+def _unlisted_experts(checkpoint: Checkpoint, config: Mapping[str, Any], family: Family) -> tuple[Weight, ...]:
+    """Return the fused experts whose single experts the list of exceptions does not have; the shape is that of one."""
+    groups = (config.get("config_groups") or {}).values()
+    if not any(_LINEAR in (group.get("targets") or ()) for group in groups):
+        return ()
+    listed, unlisted = config.get("ignore") or (), []
+    for info in checkpoint.tensors.values():
+        fused = family.fused_tensor(info.name)
+        if fused is None or len(info.shape) != _FUSED_DIMENSIONS:
+            continue
+        single = [fused.parent(info.name) + linear.format(0) for linear in fused.linears]
+        if not all(any(by_name_or_pattern(entry, name) for entry in listed) for name in single):
+            unlisted.append(Weight(info.name.removesuffix(".weight"), (info.shape[1], info.shape[2])))
+    return tuple(unlisted)
+
+
+def _unquantized_linears(checkpoint: Checkpoint, quantized_modules: set[str]) -> tuple[Weight, ...]:
+    """Return the linears that are not quantized; fused experts as one of their matrices."""
+    weights, family = [], family_of(checkpoint.config)
+    for info in checkpoint.tensors.values():
+        module, role = info.name.removesuffix(".weight"), role_of(info, family)
+        if role in _MULTIPLIED and module not in quantized_modules:
+            weights.append(Weight(module, (info.shape[0], info.shape[1])))
+    return tuple(weights)
+
+
+def _subject(
+    checkpoint: Checkpoint,
+    layout: str | None,
+    weights: tuple[Weight, ...],
+    kv: KVSpec | None = None,
+    kv_scales: bool = False,
+    misnamed: bool = False,
+) -> Subject:
+    config = text_config(checkpoint.config)
+    heads = _count(config, "num_attention_heads")
+    return Subject(
+        layout=layout,
+        model_type=str(config.get("model_type", "unknown")),
+        heads=heads,
+        kv_heads=_count(config, "num_key_value_heads") or heads,
+        config=config,
+        weights=weights,
+        kv=kv,
+        kv_scales=kv_scales,
+        misnamed=misnamed,
+        outer_type=str(checkpoint.config.get("model_type", "")),
+    )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """Return a positive integer of the config; 0 where it is missing."""
+    value = config.get(key)
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,76 @@
+"""`Target`: the engine, the kind of machine and the number of GPUs that a checkpoint is judged for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from minifloat._version import __version__
+from minifloat.deploy.check import vllm_plugin
+from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, Hardware
+from minifloat.errors import UsageError, lookup
+
+#: Engine -> the version whose code the rules were read from.
+ENGINES = {
+    "vllm": "vLLM 0.32.0",
+    "sglang": "SGLang, main branch at 0104cc50",
+    "transformers": "transformers 5.23.0 with compressed-tensors 0.20.0",
+    "minifloat": f"minifloat {__version__}",
+}
+
+#: Engine -> plugins of it that the rules know.
+PLUGINS = {"vllm": {vllm_plugin.NAME: "minifloat's kernels for linears on CPUs"}}
+
+_TARGET = re.compile(r"(?P<engine>[a-z]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine on a machine.
+
+    Attributes:
+        engine: A name in `ENGINES`.
+        hardware: The machine.
+        tp: GPUs that share every matrix (tensor parallelism).
+        plugin: A plugin of the engine, by its name in `PLUGINS`; None: the engine alone.
+    """
+
+    engine: str
+    hardware: Hardware
+    tp: int = 1
+    plugin: str | None = None
+
+    @classmethod
+    def of(cls, engine: str, hardware: str, tp: int = 1, plugin: str | None = None) -> Target:
+        """Return the target of these names.
+
+        Raises:
+            UnknownNameError: The engine, the hardware or the plugin is unknown.
+            UsageError: `tp` is below 1, or the plugin does nothing on this hardware.
+        """
+        lookup("engine", engine, ENGINES)
+        if tp < 1:
+            raise UsageError(f"tp is at least 1, got {tp}")
+        machine = lookup("hardware", hardware, ENGINE_HARDWARE)
+        if plugin is not None:
+            lookup(f"plugin of {engine}", plugin, PLUGINS.get(engine, {}))
+            if machine.generation.vendor != "cpu":
+                raise UsageError(f"the plugin {plugin} of {engine} computes on CPUs; on {hardware} it changes nothing")
+        return cls(engine, machine, tp, plugin)
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read ``ENGINE:HARDWARE`` or ``ENGINE:HARDWARE:tpN``; ``ENGINE+PLUGIN`` is an engine with a plugin.
+
+        Raises:
+            UsageError: The text has another form, or names an unknown engine or hardware.
+        """
+        match = _TARGET.fullmatch(text)
+        if match is None:
+            raise UsageError(f"a target is ENGINE:HARDWARE or ENGINE:HARDWARE:tpN, as in vllm:h100:tp4; got {text!r}")
+        return cls.of(match["engine"], match["hardware"], int(match["tp"] or 1), match["plugin"])
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        plugin = f"+{self.plugin}" if self.plugin else ""
+        return f"{self.engine}{plugin}:{self.hardware.name}" + (f":tp{self.tp}" if self.tp > 1 else "")

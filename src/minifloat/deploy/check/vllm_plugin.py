@@ -1,0 +1,48 @@
+"""What the plugin for vLLM (`minifloat.serve.vllm_plugin`) was tested with, and what it computes; imports no vLLM.
+
+The plugin refuses every other version of vLLM, because it fills tables that vLLM does not document as an interface.
+"""
+
+from __future__ import annotations
+
+from minifloat.deploy.check.subject import Kind
+from minifloat.model.layouts import compressed_tensors, fp8
+
+#: Name of the plugin, as ``VLLM_PLUGINS`` takes it.
+NAME = "minifloat"
+#: Versions of vLLM, without the local part: ``0.32.0`` stands for ``0.32.0+cpu`` too.
+TESTED_VERSIONS = ("0.32.0",)
+#: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
+LINEAR_KERNELS: dict[Kind, str] = {
+    Kind.FP8_WEIGHT_ONLY: "MinifloatFp8LinearKernel",
+    Kind.FP8_DYNAMIC: "MinifloatFp8LinearKernel",
+    Kind.FP8_STATIC: "MinifloatFp8LinearKernel",
+    Kind.FP8_BLOCK: "MinifloatFp8LinearKernel",
+    Kind.MXFP8: "MinifloatMxfp8LinearKernel",
+    Kind.MXFP8_W8A8: "MinifloatMxfp8LinearKernel",
+    Kind.MXFP4: "MinifloatMxfp4LinearKernel",
+    Kind.MXFP4_W4A4: "MinifloatMxfp4LinearKernel",
+    Kind.MXFP4_W4A8: "MinifloatMxfp4LinearKernel",
+    Kind.NVFP4: "MinifloatNvfp4LinearKernel",
+    Kind.NVFP4_W4A4: "MinifloatNvfp4LinearKernel",
+}
+
+
+def is_tested(version: str) -> bool:
+    """Return whether the plugin was tested with a version of vLLM.
+
+    Args:
+        version: ``vllm.__version__``, with or without a local part.
+    """
+    return version.partition("+")[0] in TESTED_VERSIONS
+
+
+def kernel_of(kind: Kind | None, layout: str | None) -> str | None:
+    """Return the name of the kernel for linears of a kind in a layout; None: the plugin has none.
+
+    In layout `fp8`, vLLM rounds fused weights with one scale again before it asks for a kernel, with an operator that
+    its build for CPUs lacks; blocks stay as they are.
+    """
+    if kind is None or (layout != compressed_tensors.NAME and (layout, kind) != (fp8.NAME, Kind.FP8_BLOCK)):
+        return None
+    return LINEAR_KERNELS.get(kind)

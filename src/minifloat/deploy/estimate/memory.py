@@ -1,0 +1,106 @@
+"""Whether a model fits: weights, KV cache and activations of one device against its memory.
+
+Weights and caches are counted; activations are an estimate, since engines differ. For the tokens of one step it is
+
+    tokens x (2 hidden + (heads + 2 kv_heads) head_dim / gpus + 2 inner / gpus) x 2 bytes  +  batch x vocab x 4 bytes
+
+that is, the residual stream twice, queries, keys and values, both halves of the gated MLP (of all experts that a token
+visits), and float32 logits. A step has `STEP_TOKENS` tokens during chunked prefill, or one token per sequence.
+Runtimes, graphs and fragmentation use the share of the memory that is kept free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minifloat.deploy.estimate.cache import cache_bytes, state_bytes
+from minifloat.deploy.estimate.hardware import Hardware
+from minifloat.deploy.estimate.roofline import largest
+from minifloat.deploy.estimate.shape import ModelShape
+from minifloat.deploy.estimate.weights import check_parallel
+from minifloat.errors import UsageError
+from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat
+
+#: Tokens of a step of chunked prefill (the default of vLLM's API server).
+STEP_TOKENS = 2048
+#: Upper limits of searches that nothing else bounds.
+_MOST_SEQUENCES, _LONGEST_CONTEXT = 1 << 16, 1 << 24
+#: Devices up to which `devices_needed` searches.
+MOST_DEVICES = 64
+
+
+def activation_bytes(shape: ModelShape, context: int, batch: int, gpus: int) -> int:
+    """Return the estimated bytes of activations of a step on one device, by the formula of this module."""
+    tokens = max(batch, min(batch * context, STEP_TOKENS))
+    heads = shape.heads // gpus + 2 * -(-shape.kv_heads // gpus)
+    width = 2 * shape.hidden + heads * shape.query_dim + 2 * -(-shape.inner // gpus)
+    return tokens * width * BFLOAT16.bits // 8 + batch * shape.vocab * FLOAT32.bits // 8
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device that holds a model.
+
+    Attributes:
+        hardware: The device.
+        keep_free: Share of its memory for everything that is not counted, 0 .. 1.
+        shape: Sizes of the model.
+        weights: Bytes of the weights on it.
+        element: Element format of the KV cache.
+        gpus: Number of devices that share the model.
+    """
+
+    hardware: Hardware
+    keep_free: float
+    shape: ModelShape
+    weights: int
+    element: ElementFormat
+    gpus: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes for weights, KV cache and activations."""
+        return int(self.hardware.memory * (1 - self.keep_free))
+
+    def cache(self, context: int, batch: int) -> int:
+        """Return the bytes of the KV cache and states of `batch` sequences of `context` tokens."""
+        layers = self.shape.cache
+        return batch * (cache_bytes(layers, context, self.element, self.gpus) + state_bytes(layers, self.gpus))
+
+    def taken(self, context: int, batch: int) -> int:
+        """Return the bytes of weights, KV cache and activations."""
+        return self.weights + self.cache(context, batch) + activation_bytes(self.shape, context, batch, self.gpus)
+
+    def fits(self, context: int, batch: int) -> bool:
+        """Return whether `batch` sequences of `context` tokens fit."""
+        return self.taken(context, batch) <= self.usable
+
+    def largest_batch(self, context: int) -> int:
+        """Return the largest number of sequences of `context` tokens that fit; 0: not even one fits."""
+        return largest(lambda batch: self.fits(context, batch), _MOST_SEQUENCES)
+
+    def largest_context(self, batch: int) -> int:
+        """Return the largest number of tokens that each of `batch` sequences may have, up to the model's positions."""
+        return largest(lambda context: self.fits(context, batch), self.shape.positions or _LONGEST_CONTEXT)
+
+
+def devices_needed(shape: ModelShape, more_than: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the smallest number of devices that can share a model by tensor parallelism and hold it.
+
+    Args:
+        shape: Sizes of the model; its heads decide which numbers can share it.
+        more_than: A number of devices that is too small.
+        fits: Whether a number of devices holds it.
+
+    Returns:
+        The number; None: no number up to `MOST_DEVICES` does.
+    """
+    for number in range(more_than + 1, MOST_DEVICES + 1):
+        try:
+            check_parallel(shape, number)
+        except UsageError:
+            continue
+        if fits(number):
+            return number
+    return None

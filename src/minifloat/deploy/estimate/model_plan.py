@@ -1,0 +1,191 @@
+"""`ModelPlan`: the result of `plan_model`, as values and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minifloat.deploy.estimate.hardware import Hardware
+from minifloat.deploy.estimate.known_loss import MEASURED_MODELS, KnownLoss
+from minifloat.deploy.estimate.roofline import Bound
+from minifloat.deploy.estimate.weights import Counts
+from minifloat.numerics.formats import ElementFormat
+from minifloat.report.short import ShortReport
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """A KV cache in one format.
+
+    Attributes:
+        element: Name of the format.
+        per_token: Bytes of one more token while no window is full, over all devices, copies not counted.
+        per_sequence: Bytes of a sequence of the planned context.
+        total: Bytes of the planned batch.
+        device: Bytes of the planned batch on one device.
+    """
+
+    element: str
+    per_token: int
+    per_sequence: int
+    total: int
+    device: int
+
+
+@dataclass(frozen=True)
+class SchemePlan:
+    """The model under one scheme.
+
+    Attributes:
+        scheme: Name of the scheme; ``"bf16"`` is the model as it is.
+        weights: Bytes of the checkpoint's tensors, exactly as `quantize` writes them.
+        device_weights: Bytes of weights on one device.
+        cache: Bytes of the KV cache and states on one device.
+        activations: Estimated bytes of activations on one device.
+        taken: Sum of `device_weights`, `cache` and `activations`.
+        fits: Whether `taken` is at most `ModelPlan.usable`.
+        needed_gpus: Smallest number of devices that hold the planned batch, if it does not fit; None: it fits, or no
+            number that can share the model does, or the machine is a CPU.
+        largest_batch: Number of sequences of the planned context that fit; 0: none.
+        largest_batch_fp8: Number of sequences that fit with an FP8 KV cache.
+        largest_context: Tokens that each sequence of the planned batch may have; 0: the batch does not fit.
+        arithmetic: Name of the format in which quantized weights are multiplied on this hardware.
+        decode: The least time of a decode step.
+        prefill: The least time of one prompt of the planned context.
+        overtaken_from: The batch from which the W8A8 scheme `ModelPlan.overtaking` decodes faster; None: it never does
+            (keys and values keep the step memory-bound), or this scheme multiplies in FP8 itself.
+        linears_overtaken_from: `overtaken_from` for a step without attention, in tokens of a step, including those of
+            prompts.
+        commands: Commands that make and serve the checkpoint.
+        losses: What was measured of the scheme's loss, on other models than this one; empty: nothing.
+    """
+
+    scheme: str
+    weights: int
+    device_weights: int
+    cache: int
+    activations: int
+    taken: int
+    fits: bool
+    needed_gpus: int | None
+    largest_batch: int
+    largest_batch_fp8: int
+    largest_context: int
+    arithmetic: str
+    decode: Bound
+    prefill: Bound
+    overtaken_from: int | None
+    linears_overtaken_from: int | None
+    commands: tuple[str, ...]
+    losses: tuple[KnownLoss, ...]
+
+    @property
+    def measured_kl(self) -> float | None:
+        """The mean KL divergence on the first model of `MEASURED_MODELS`, in nats per token; None: not measured."""
+        values = (loss.kl for loss in self.losses if loss.model == MEASURED_MODELS[0])
+        return next((kl.value for kl in values if kl is not None), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        values = {
+            name: value.to_dict() if isinstance(value, Bound) else value
+            for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        }
+        return values | {"losses": [asdict(loss) for loss in self.losses]}
+
+
+@dataclass(frozen=True, repr=False)
+class ModelPlan(ShortReport):
+    """A model on one kind of machine, under every scheme.
+
+    Attributes:
+        path: The folder, or the model of the hub, as the caller named it.
+        architecture: Name of the architecture in the config.
+        estimated: Whether the tensors were derived from the config, because there are no weights.
+        counts: Number of parameters, all and active.
+        hardware: One device.
+        gpus: Number of devices that share the model.
+        keep_free: Share of memory that is kept free.
+        context: Tokens of a sequence.
+        batch: Number of sequences.
+        positions: Tokens of the longest sequence; None: the config does not say.
+        kv_element: Format of the KV cache that fit and speed are planned for.
+        caches: The KV cache in BF16 and in FP8.
+        state: Bytes of the states of a sequence (linear attention, Mamba), over all devices.
+        schemes: The model as it is, then the schemes; a model that is already quantized has one entry.
+        refused: Scheme that cannot quantize this model -> the reason.
+        overtaking: The W8A8 scheme of `SchemePlan.overtaken_from`; None where the hardware has no FP8 arithmetic.
+        notes: Sentences for the user.
+    """
+
+    path: str
+    architecture: str
+    estimated: bool
+    counts: Counts
+    hardware: Hardware
+    gpus: int
+    keep_free: float
+    context: int
+    batch: int
+    positions: int | None
+    kv_element: ElementFormat
+    caches: tuple[CachePlan, ...]
+    state: int
+    schemes: tuple[SchemePlan, ...]
+    refused: dict[str, str]
+    overtaking: str | None
+    notes: tuple[str, ...]
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        fitting = [plan.scheme for plan in self.schemes if plan.fits]
+        return {
+            "model": f"{self.path} ({self.architecture})",
+            "on": f"{self.gpus} x {self.hardware.name}",
+            "tokens": f"{self.batch} x {self.context}",
+            "fits": ", ".join(fitting) or "nothing",
+        }
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device for weights, KV cache and activations."""
+        return int(self.hardware.memory * (1 - self.keep_free))
+
+    @property
+    def fastest(self) -> SchemePlan | None:
+        """The fitting scheme with the fastest decode step, by its bound; None: nothing fits."""
+        return min((plan for plan in self.schemes if plan.fits), key=lambda plan: plan.decode.seconds, default=None)
+
+    @property
+    def least_loss(self) -> SchemePlan | None:
+        """The fitting scheme with the smallest measured KL; None: no scheme that fits was measured."""
+        measured = [(plan.measured_kl, plan) for plan in self.schemes if plan.fits]
+        known = [(kl, plan) for kl, plan in measured if kl is not None]
+        return min(known, key=lambda pair: pair[0])[1] if known else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        fastest, least_loss = self.fastest, self.least_loss
+        return {
+            "path": self.path,
+            "architecture": self.architecture,
+            "estimated": self.estimated,
+            "weights": self.counts.total,
+            "active_weights": self.counts.active,
+            "hardware": self.hardware.to_dict(),
+            "gpus": self.gpus,
+            "keep_free": self.keep_free,
+            "usable": self.usable,
+            "context": self.context,
+            "batch": self.batch,
+            "positions": self.positions,
+            "kv_element": self.kv_element.name,
+            "caches": [asdict(cache) for cache in self.caches],
+            "state": self.state,
+            "schemes": [plan.to_dict() for plan in self.schemes],
+            "refused": self.refused,
+            "overtaking": self.overtaking,
+            "fastest": None if fastest is None else fastest.scheme,
+            "least_loss": None if least_loss is None else least_loss.scheme,
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,331 @@
+"""`plan_model`: plan one model on one kind of machine, under every scheme."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from minifloat.deploy.estimate.cache import ENGINE_BLOCK, cache_bytes, state_bytes
+from minifloat.deploy.estimate.hardware import CPU, Hardware, get_hardware
+from minifloat.deploy.estimate.known_loss import known_losses
+from minifloat.deploy.estimate.memory import STEP_TOKENS, DeviceMemory, activation_bytes, devices_needed
+from minifloat.deploy.estimate.model_plan import CachePlan, ModelPlan, SchemePlan
+from minifloat.deploy.estimate.model_source import ModelSource, open_source
+from minifloat.deploy.estimate.roofline import Bound, bound, smallest
+from minifloat.deploy.estimate.shape import ModelShape, model_shape
+from minifloat.deploy.estimate.steps import arithmetic, decode_cost, prefill_cost
+from minifloat.deploy.estimate.weights import Weights, check_parallel, count, weigh
+from minifloat.errors import MinifloatError, TensorError, UsageError
+from minifloat.model.layouts import choose_writer, compressed_tensors
+from minifloat.model.plan.overrides import KEEP
+from minifloat.model.plan.quantization import make_plan
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, get_scheme
+
+ALL = "all"
+#: Value of `kv_cache_dtype` -> element format of the KV cache.
+KV_ELEMENTS = {"bfloat16": BFLOAT16, "fp8": E4M3}
+#: Default context, in tokens, of models with as many positions.
+_CONTEXT = 4096
+#: Upper limit of the search for the batch at which one scheme overtakes another.
+_LARGEST_BATCH = 1 << 20
+#: The W8A8 scheme that other schemes are compared with.
+_W8A8 = "fp8-dynamic"
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The model, the machine and the load that all schemes are planned for."""
+
+    shape: ModelShape
+    hardware: Hardware
+    element: ElementFormat
+    context: int
+    batch: int
+    gpus: int
+    keep_free: float
+
+    def decode(self, weights: Weights, element: ElementFormat, batch: int, context: int) -> Bound:
+        cost = decode_cost(weights, self.shape, element, self.element, context, batch, self.gpus)
+        return bound(cost, self.hardware)
+
+    def prefill(self, weights: Weights, element: ElementFormat) -> Bound:
+        return bound(prefill_cost(weights, self.shape, element, self.element, self.context, self.gpus), self.hardware)
+
+    def memory(self, weights: Weights, element: ElementFormat, gpus: int | None = None) -> DeviceMemory:
+        """Return the memory of one of `gpus` devices, by default of those that are planned."""
+        return DeviceMemory(self.hardware, self.keep_free, self.shape, weights.device, element, gpus or self.gpus)
+
+
+def plan_model(
+    model: str | os.PathLike[str],
+    scheme: str = ALL,
+    hardware: str | Hardware = CPU,
+    *,
+    gpus: int = 1,
+    context: int | None = None,
+    batch: int = 1,
+    kv_cache_dtype: str = "bfloat16",
+    keep_free: float = 0.1,
+    bandwidth: float | None = None,
+    peak: float | None = None,
+    revision: str | None = None,
+) -> ModelPlan:
+    """Plan the bytes, the fit and the least step times of a model, from its config and headers.
+
+    Args:
+        model: A checkpoint, or a folder with only its config; either may be on the hub, where weights stay. A model
+            that is already quantized, by whatever tool, is planned as it is.
+        scheme: A name of `SCHEMES`, or ``"all"``; both include the model as it is. ``"bf16"``: only the model as it is.
+        hardware: A name of `PLANNED_HARDWARE`, or a device of your own.
+        gpus: Number of devices that share the model by tensor parallelism.
+        context: Tokens of every sequence; by default 4096, or the model's positions if they are fewer.
+        batch: Number of sequences that run together.
+        kv_cache_dtype: ``"bfloat16"`` or ``"fp8"``.
+        keep_free: Share of memory for everything that is not counted.
+        bandwidth: Bytes per second of a named device, in place of its data sheet's.
+        peak: BF16 operations per second of a named device, in place of its data sheet's or the measured one.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+
+    Raises:
+        UsageError: An argument is wrong: an unknown name, or devices that cannot share this model.
+        CheckpointError: The folder is damaged, or is no checkpoint.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
+        AlreadyQuantizedError: `scheme` names a scheme, and the model is already quantized.
+        TensorError: `scheme` names a scheme that cannot quantize a tensor.
+    """
+    schemes = list(SCHEMES.values()) if scheme == ALL else [] if scheme == KEEP else [get_scheme(scheme)]
+    if kv_cache_dtype not in KV_ELEMENTS:
+        raise UsageError(f"kv_cache_dtype: expected one of {', '.join(KV_ELEMENTS)}, got {kv_cache_dtype!r}")
+    if not 0 <= keep_free < 1:
+        raise UsageError(f"keep_free: expected a share of the memory from 0 to 1, got {keep_free}")
+    device = get_hardware(hardware, bandwidth=bandwidth, peak=peak) if isinstance(hardware, str) else hardware
+    source = open_source(model, revision=revision)
+    shape = model_shape(source.config, source.path)
+    check_parallel(shape, gpus)
+    tokens = _context(shape, context)
+    if batch < 1:
+        raise UsageError(f"batch: expected at least 1, got {batch}")
+    request = _Request(shape, device, KV_ELEMENTS[kv_cache_dtype], tokens, batch, gpus, keep_free)
+    candidates, refused = _candidates(source, schemes, request, strict=scheme != ALL)
+    w8a8 = _w8a8_weights(source, candidates, request)
+    return ModelPlan(
+        path=str(model),
+        architecture=_architecture(source),
+        estimated=source.estimated,
+        counts=count(source.plans, source.copies, shape),
+        hardware=device,
+        gpus=gpus,
+        keep_free=keep_free,
+        context=tokens,
+        batch=batch,
+        positions=shape.positions,
+        kv_element=request.element,
+        caches=tuple(_cache(request, element) for element in KV_ELEMENTS.values()),
+        state=state_bytes(shape.cache),
+        schemes=tuple(_scheme_plan(str(model), candidate, w8a8, request) for candidate in candidates),
+        refused=refused,
+        overtaking=None if w8a8 is None else _W8A8,
+        notes=_notes(source, schemes, request),
+    )
+
+
+def _context(shape: ModelShape, context: int | None) -> int:
+    if context is None:
+        return min(_CONTEXT, shape.positions or _CONTEXT)
+    if context < 1 or (shape.positions is not None and context > shape.positions):
+        raise UsageError(f"context: the model has {shape.positions or 'unknown'} positions, got {context}")
+    return context
+
+
+def _architecture(source: ModelSource) -> str:
+    names = source.config.get("architectures") or [source.config.get("model_type", "unknown")]
+    return str(names[0])
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """The model under one scheme.
+
+    Attributes:
+        name: Name of the scheme, or `KEEP`.
+        scheme: The scheme; None: the model as it is.
+        weigh: Gives the bytes and multiplications of the weights, by the number of devices that share them.
+        weights: Those of the planned number.
+        needs_quantize: Whether `minifloat quantize` has yet to write it.
+    """
+
+    name: str
+    scheme: Scheme | None
+    weigh: Callable[[int], Weights]
+    weights: Weights
+    needs_quantize: bool
+
+
+def _candidates(
+    source: ModelSource, schemes: Sequence[Scheme], request: _Request, *, strict: bool
+) -> tuple[list[_Candidate], dict[str, str]]:
+    """Return the model as it is and under each scheme, and why schemes are refused; `strict` raises instead."""
+    unchanged = partial(weigh, source.plans, source.copies, compressed_tensors.WRITER, request.shape)
+    as_it_is = unchanged(request.gpus)
+    if source.stored is not None and not strict:
+        scheme = source.stored.scheme
+        weights = replace(as_it_is, total=source.stored.nbytes)
+        return [_Candidate(scheme.name, scheme, unchanged, weights, needs_quantize=False)], {}
+    candidates = [_Candidate(KEEP, None, unchanged, as_it_is, needs_quantize=False)]
+    refused = {}
+    for scheme in schemes:
+        try:
+            quantized = _weigher(source, scheme, request)
+            weights = quantized(request.gpus)
+        except (TensorError, UsageError) as error:
+            if strict:
+                raise
+            refused[scheme.name] = str(error)
+        else:
+            candidates.append(_Candidate(scheme.name, scheme, quantized, weights, needs_quantize=source.stored is None))
+    return candidates, refused
+
+
+def _weigher(source: ModelSource, scheme: Scheme, request: _Request) -> Callable[[int], Weights]:
+    """Return what weighs the weights as `quantize` writes them, for a number of devices.
+
+    The weights include the static scales of inputs and of an FP8 KV cache.
+    """
+    writer = choose_writer(None, source.config, scheme)
+    plan = make_plan(source, scheme, writer)
+    kv = KVSpec(E4M3, TENSOR) if request.element is E4M3 else None
+    caches = dict.fromkeys(plan.attention_modules, (1.0, 1.0)) if kv else {}
+    plan = plan.with_scales(dict.fromkeys(plan.static_modules, 1.0), kv, caches)
+    return partial(weigh, plan.tensors, source.copies, writer, request.shape)
+
+
+def _w8a8_weights(source: ModelSource, candidates: Sequence[_Candidate], request: _Request) -> Weights | None:
+    """Return the weights of the W8A8 scheme that others are compared with; None without FP8 arithmetic."""
+    scheme = SCHEMES[_W8A8]
+    if arithmetic(scheme, request.hardware) is BFLOAT16:
+        return None
+    for candidate in candidates:
+        if candidate.name == _W8A8:
+            return candidate.weights
+    try:
+        return _weigher(source, scheme, request)(request.gpus)
+    except MinifloatError:
+        return None
+
+
+def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, request: _Request) -> SchemePlan:
+    weights, element = candidate.weights, arithmetic(candidate.scheme, request.hardware)
+    memory = request.memory(weights, request.element)
+    context, batch = request.context, request.batch
+    fits = memory.fits(context, batch)
+    return SchemePlan(
+        scheme=candidate.name,
+        weights=weights.total,
+        device_weights=weights.device,
+        cache=memory.cache(context, batch),
+        activations=activation_bytes(request.shape, context, batch, request.gpus),
+        taken=memory.taken(context, batch),
+        fits=fits,
+        needed_gpus=None if fits or request.hardware.name == CPU else _needed_gpus(candidate, request),
+        largest_batch=memory.largest_batch(context),
+        largest_batch_fp8=request.memory(weights, E4M3).largest_batch(context),
+        largest_context=memory.largest_context(batch),
+        arithmetic=element.name,
+        decode=request.decode(weights, element, batch, context),
+        prefill=request.prefill(weights, element),
+        overtaken_from=_overtaken(weights, element, w8a8, request, context),
+        linears_overtaken_from=_overtaken(weights, element, w8a8, request, context=0),
+        commands=_commands(model, candidate, memory, request),
+        losses=known_losses(candidate.name) if candidate.needs_quantize else (),
+    )
+
+
+def _needed_gpus(candidate: _Candidate, request: _Request) -> int | None:
+    """Return the smallest number of devices that hold a model that the planned number does not hold."""
+
+    def fits(gpus: int) -> bool:
+        memory = request.memory(candidate.weigh(gpus), request.element, gpus)
+        return memory.fits(request.context, request.batch)
+
+    return devices_needed(request.shape, request.gpus, fits)
+
+
+def _overtaken(
+    weights: Weights, element: ElementFormat, w8a8: Weights | None, request: _Request, context: int
+) -> int | None:
+    """Return the batch from which the W8A8 step is faster; None: it never is, or both multiply in the same format."""
+    fast = arithmetic(SCHEMES[_W8A8], request.hardware)
+    if w8a8 is None or element is fast:
+        return None
+
+    def slower(batch: int) -> bool:
+        mine = request.decode(weights, element, batch, context)
+        return mine.seconds > request.decode(w8a8, fast, batch, context).seconds
+
+    return smallest(slower, _LARGEST_BATCH)
+
+
+def _cache(request: _Request, element: ElementFormat) -> CachePlan:
+    layers, context, batch = request.shape.cache, request.context, request.batch
+    return CachePlan(
+        element.name,
+        cache_bytes(layers, 1, element),
+        cache_bytes(layers, context, element),
+        batch * cache_bytes(layers, context, element),
+        batch * cache_bytes(layers, context, element, request.gpus),
+    )
+
+
+def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: _Request) -> tuple[str, ...]:
+    """Return the commands that make the checkpoint and serve it."""
+    fp8_cache = request.element is E4M3
+    commands = []
+    served, scheme = shlex.quote(model), candidate.scheme
+    if scheme is not None and candidate.needs_quantize:
+        served = "OUT"
+        static = scheme.activation is not None and scheme.activation.needs_calibration
+        options = (" --calibration TEXT" if static or fp8_cache else "") + (" --kv-cache fp8" if fp8_cache else "")
+        commands.append(f"minifloat quantize {shlex.quote(model)} {served} --scheme {scheme.name}{options}")
+    if request.hardware.name == CPU:
+        whole_blocks = -(-request.context // ENGINE_BLOCK) * ENGINE_BLOCK
+        cache = memory.cache(whole_blocks, request.batch)
+        options = f" --max-model-len {request.context} --max-num-seqs {request.batch} --kv-cache-memory {cache}B"
+        commands.append(f"minifloat serve {served}{options}{' --kv-cache-dtype fp8' if fp8_cache else ''}")
+        return tuple(commands)
+    options = f" --tensor-parallel-size {request.gpus}" if request.gpus > 1 else ""
+    options += f" --max-model-len {request.context} --max-num-seqs {request.batch}"
+    options += f"{' --kv-cache-dtype fp8' if fp8_cache else ''} -- --gpu-memory-utilization {1 - request.keep_free:.2g}"
+    commands.append(f"minifloat serve {served} --engine vllm{options}")
+    return tuple(commands)
+
+
+def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) -> tuple[str, ...]:
+    """Return sentences about the assumptions and omissions of the figures of this request."""
+    hardware, notes = request.hardware, [*source.notes, *request.shape.notes]
+    if source.stored is not None:
+        notes.append("The model is already quantized, and planned as it is.")
+    if not hardware.peaks:
+        notes.append(f"The peak of {hardware.name} is unknown: only its bandwidth bounds the figures.")
+    elif any(s.activation is not None for s in schemes) and E4M3 not in hardware.peaks:
+        notes.append(f"{hardware.name} does not multiply FP8: every scheme runs on weight-only kernels, in BF16.")
+    four_bit = any(s.weight.element is E2M1 for s in schemes)
+    if four_bit and E2M1 in hardware.peaks:
+        notes.append(
+            f"{hardware.name} multiplies FP4 too. Weight-only schemes leave inputs in BF16, and are planned so; "
+            "vLLM rounds the inputs of mxfp4 to FP4 there, unless --linear-backend marlin forbids it."
+        )
+    if request.shape.experts:
+        notes.append(
+            f"Of {request.shape.experts} experts a token visits {request.shape.experts_per_token}; the number "
+            "of experts that a step reads is the expectation of an even router."
+        )
+    if request.batch * request.context > STEP_TOKENS:
+        notes.append(f"Activations are estimated for steps of {max(STEP_TOKENS, request.batch):,} tokens.")
+    if request.gpus > 1:
+        notes.append("Communication between devices is not counted.")
+    return tuple(notes)

@@ -1,0 +1,198 @@
+"""Bytes and multiplications of a model's weights, on one of the devices that share them.
+
+Tensor parallelism follows vLLM and SGLang, and those Megatron: weights that read the residual stream (q, k, v, gate,
+up) are divided by rows, weights that write to it (o, down) by columns, embedding and lm_head by tokens. Norms, routers,
+the down-projections of MLA and weights with unknown names are copied to every device; key-value heads are divided until
+every device has one head, then copied. A divided weight is counted as a weight of its divided shape, with its scales.
+
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from minifloat.deploy.estimate.shape import ModelShape
+from minifloat.errors import UsageError
+from minifloat.model.architecture.family import Role
+from minifloat.model.layouts import WriteLayout
+from minifloat.model.plan.tensor_plan import Part, TensorPlan
+
+_BY_ROWS = frozenset(
+    {
+        *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1"),
+        *("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    }
+)
+_BY_KV_HEADS = frozenset({"k_proj", "v_proj"})
+_BY_COLUMNS = frozenset({"o_proj", "down_proj", "w2", "fc2", "out_proj"})
+_QKV = "qkv_proj"
+_ROUTED = re.compile(r"\.experts\.")
+_MULTIPLIES = (Role.LINEAR, Role.EXPERTS, Role.LM_HEAD, Role.ROUTER, Role.UNQUANTIZED_IN_SERVERS)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model's weights under one scheme, and their multiplications: elements of matrices, per token.
+
+    Attributes:
+        total: Bytes of all tensors, over all devices once.
+        device: Bytes on one device.
+        fixed: The bytes of `device` that every decode step reads; lookup tables are not among them.
+        routed: The bytes of `device` that belong to routed experts.
+        quantized: Multiplications with quantized weights other than routed experts.
+        quantized_routed: Multiplications with all quantized routed experts.
+        plain: Multiplications with weights in 16 bits or more, other than lm_head and routed experts.
+        plain_routed: Multiplications with all routed experts in 16 bits or more.
+        head: Multiplications with lm_head, which a prompt needs for its last token only.
+    """
+
+    total: int = 0
+    device: int = 0
+    fixed: int = 0
+    routed: int = 0
+    quantized: int = 0
+    quantized_routed: int = 0
+    plain: int = 0
+    plain_routed: int = 0
+    head: int = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Number of parameters of the model, in whatever format they are stored.
+
+    Attributes:
+        total: All parameters.
+        active: Parameters that a token is computed with: of routed experts, only those that it visits.
+    """
+
+    total: int
+    active: int
+
+
+def check_parallel(shape: ModelShape, gpus: int) -> None:
+    """Raise an error for a number of devices that engines refuse.
+
+    Raises:
+        UsageError: The devices cannot share the heads.
+    """
+    if gpus < 1:
+        raise UsageError(f"gpus: expected at least 1, got {gpus}")
+    if gpus > 1 and not shape.heads:
+        raise UsageError(f"gpus: the config does not tell the heads of attention that {gpus} devices would share")
+    if shape.heads % gpus:
+        raise UsageError(f"gpus: {gpus} devices do not divide {shape.heads} heads of attention")
+    if shape.kv_heads and shape.kv_heads % gpus and gpus % shape.kv_heads:
+        raise UsageError(f"gpus: {gpus} devices neither divide {shape.kv_heads} key-value heads nor are a multiple")
+
+
+def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: ModelShape) -> Counts:
+    """Return the number of parameters of a model.
+
+    Args:
+        tensors: Plans of its tensors.
+        copies: Name of a source tensor -> the number of tensors that it represents.
+        shape: Sizes of the model.
+    """
+    total = routed = 0
+    for tensor in tensors:
+        shapes: list[tuple[int, ...]] = [part.shape for part in tensor.parts] or [tensor.source.shape]
+        elements = copies[tensor.source.name] * sum(map(math.prod, shapes))
+        total += elements
+        routed += elements if _is_routed(tensor) else 0
+    share = shape.experts_per_token / shape.experts if shape.experts else 0.0
+    return Counts(total, total - round(routed * (1 - share)))
+
+
+def weigh(
+    tensors: Iterable[TensorPlan], copies: Mapping[str, int], layout: WriteLayout, shape: ModelShape, gpus: int
+) -> Weights:
+    """Return the bytes and multiplications of a model's weights.
+
+    Args:
+        tensors: Plans of its tensors; tensors without parts are copied.
+        copies: Name of a source tensor -> the number of tensors that it represents.
+        layout: Layout of the output, which decides the sizes of codes and scales.
+        shape: Sizes of the model.
+        gpus: Number of devices that share the model.
+    """
+    tensors = tuple(tensors)
+    tied = not any(tensor.role is Role.LM_HEAD for tensor in tensors)
+    sums = dict.fromkeys(Weights.__dataclass_fields__, 0)
+    for tensor in tensors:
+        number = copies[tensor.source.name]
+        device, elements = (number * size for size in _on_device(tensor, layout, shape, gpus))
+        sums["total"] += number * sum(output.nbytes for output in tensor.outputs)
+        sums["device"] += device
+        is_head = tensor.role is Role.LM_HEAD or (tied and _is_token_embedding(tensor, shape))
+        if _is_routed(tensor):
+            sums["routed"] += device
+            sums["quantized_routed" if tensor.parts else "plain_routed"] += elements
+        elif tensor.drafts or tensor.role is Role.TOWER or (tensor.role is Role.EMBEDDING and not is_head):
+            continue  # on the device, but no decode step reads it
+        else:
+            sums["fixed"] += device
+            if tensor.parts:
+                sums["quantized"] += elements
+            elif is_head:
+                sums["head"] += elements
+            elif tensor.role in _MULTIPLIES:
+                sums["plain"] += elements
+    return Weights(**sums)
+
+
+def _is_routed(tensor: TensorPlan) -> bool:
+    return tensor.role is Role.EXPERTS or _ROUTED.search(tensor.source.name) is not None
+
+
+def _is_token_embedding(tensor: TensorPlan, shape: ModelShape) -> bool:
+    return tensor.role is Role.EMBEDDING and tensor.source.shape[0] == shape.vocab
+
+
+def _on_device(tensor: TensorPlan, layout: WriteLayout, shape: ModelShape, gpus: int) -> tuple[int, int]:
+    """Return the bytes and elements of one device's part of a tensor."""
+    nbytes = sum(constant.tensor.nbytes for constant in tensor.constants)
+    if not tensor.parts:
+        extents = _divided(tensor.source.name, tensor.role, tensor.source.shape, shape, gpus)
+        total = max(math.prod(tensor.source.shape), 1)
+        return nbytes + -(-tensor.source.nbytes * math.prod(extents) // total), math.prod(extents)
+    elements = 0
+    for part in tensor.parts:
+        extents = _part_extents(part, shape, gpus)
+        elements += math.prod(extents)
+        nbytes += sum(output.nbytes for output in layout.weight_tensors(part.module, part.scheme.weight, extents).all)
+    return nbytes, elements
+
+
+def _part_extents(part: Part, shape: ModelShape, gpus: int) -> tuple[int, int]:
+    rows, cols = _divided(f"{part.module}.weight", Role.LINEAR, part.shape, shape, gpus)
+    return rows, cols
+
+
+def _divided(name: str, role: Role, extents: tuple[int, ...], shape: ModelShape, gpus: int) -> tuple[int, ...]:
+    """Return the shape of one device's part; of unequal parts, the largest."""
+    if gpus == 1 or not extents:
+        return extents
+    stem, _, kind = name.rpartition(".")
+    leaf = stem.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    if leaf.isdecimal():  # an expert of a fused tensor
+        leaf = stem.split(".")[-2]
+    if role is Role.EXPERTS:
+        return (*extents[:-1], -(-extents[-1] // gpus))
+    if role in (Role.TOWER, Role.ROUTER):
+        return extents
+    rows, rest = extents[0], extents[1:]
+    if role in (Role.EMBEDDING, Role.LM_HEAD) or leaf in _BY_ROWS:
+        return (-(-rows // gpus), *rest)
+    if leaf in _BY_KV_HEADS and shape.kv_heads:
+        return (-(-rows // min(gpus, shape.kv_heads)), *rest)
+    if leaf == _QKV and shape.kv_heads:
+        per_head = rows // (shape.heads + 2 * shape.kv_heads)
+        return (per_head * (shape.heads // gpus + 2 * -(-shape.kv_heads // gpus)), *rest)
+    if leaf in _BY_COLUMNS and len(extents) == 2:
+        return (rows, -(-extents[1] // gpus))
+    return extents

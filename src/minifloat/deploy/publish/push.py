@@ -1,0 +1,256 @@
+"""`push`: upload of a checkpoint to the hub, without the other files in its folder.
+
+The checkpoint is opened and checked first, and its model card must state the base model and the licence. Only files
+that belong to the checkpoint are uploaded: shards, sidecars and the names in `_NAMED`.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
+from minifloat.checkpoint.files import list_folder, resolve_inside, storage_errors
+from minifloat.checkpoint.hub.errors import first_line, hub_errors
+from minifloat.checkpoint.hub.ids import Origin, is_hub_id
+from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
+from minifloat.checkpoint.rewrite import CARD_FILE, REPORT_FILE
+from minifloat.deploy.check.deployment import BEGIN, check_everywhere, deployment_section
+from minifloat.deploy.check.subject import Subject
+from minifloat.errors import CheckpointError, HubError, UnsafeFileError, UsageError
+from minifloat.model.layouts import describe
+from minifloat.report.card import add_metadata, read_card, read_metadata, with_section, write_card
+from minifloat.report.short import ShortReport
+from minifloat.report.text import size_text
+
+#: Names of the files to upload beside the shards and the sidecars.
+_NAMED = (CONFIG_FILE, INDEX_FILE, HF_QUANT_CONFIG_FILE, REPORT_FILE, CARD_FILE)
+_OPTIONS = {"license": "--license NAME (apache-2.0, mit, other, ...)", "base_model": "--base-model ORG/NAME"}
+
+
+@dataclass(frozen=True, repr=False)
+class PushReport(ShortReport):
+    """Report on an upload, or on a dry run.
+
+    Attributes:
+        repo_id: The repository, ``ORG/NAME``.
+        files: Sizes in bytes of the uploaded files, by name.
+        left: Names of files and folders that are not uploaded.
+        notes: Remarks for the user, in sentences.
+        url: Address of the commit or the pull request; None for a dry run.
+    """
+
+    repo_id: str
+    files: dict[str, int]
+    left: tuple[str, ...]
+    notes: tuple[str, ...]
+    url: str | None = None
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "repository": self.repo_id,
+            "files": f"{len(self.files)}, {size_text(self.nbytes)}",
+            "uploaded": self.url or "no, a dry run",
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all uploaded files."""
+        return sum(self.files.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self) | {"left": list(self.left), "notes": list(self.notes), "nbytes": self.nbytes}
+
+
+def push_checkpoint(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    create_pr: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,  # named like the key in the card
+    dry_run: bool = False,
+) -> PushReport:
+    """Upload a checkpoint to the hub, and create the repository if it does not exist.
+
+    The model card in the folder is completed first: with the given metadata, and with the repository's id in its
+    commands.
+
+    Args:
+        folder: A checkpoint.
+        repo_id: ``ORG/NAME``.
+        private: Create a new repository as private; an existing one must be private.
+        revision: The branch to commit to, created if it does not exist; by default the default branch.
+        message: Commit message.
+        create_pr: Open a pull request instead of committing.
+        base_model: Base model for a card that names none.
+        license: Licence for a card that names none: an identifier of the hub, or ``other``.
+        dry_run: Write and send nothing.
+
+    Raises:
+        UsageError: If the request is invalid, or the card lacks metadata that the arguments do not give.
+        CheckpointError: If a file of the checkpoint is invalid, or the folder has no card.
+        HubError: If the hub refuses a request or cannot be reached.
+        StorageError: If the operating system refuses.
+    """
+    if not is_hub_id(repo_id):
+        raise UsageError(f"expected the id of a model of the hub, ORG/NAME, got {repo_id!r}")
+    if create_pr and revision is not None:
+        raise UsageError("a pull request is opened against the default branch; leave out the revision")
+    with Checkpoint.open(folder) as checkpoint:
+        quantized = describe(checkpoint).layout is not None
+        options = {"license": license, "base_model": base_model}
+        card = _completed_card(checkpoint, {key: value for key, value in options.items() if value}, quantized=quantized)
+        if BEGIN.encode() in card.content:
+            engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
+            card = card.with_section(deployment_section(engines, repo_id))
+        files = _files(checkpoint) | {CARD_FILE: len(card.content)}
+    uploaded = {name.partition("/")[0] for name in files}
+    left = tuple(sorted(name for name in list_folder(checkpoint.path) if name not in uploaded))
+    report = PushReport(repo_id, files, left, () if quantized else ("The checkpoint is not quantized.",))
+    if dry_run:
+        return report
+    card.require_models()
+    card.write()
+    with hub_errors(Origin(repo_id, revision), looked_up=False):
+        try:
+            url = _upload(checkpoint.path, report, private, revision, message, create_pr)
+        except (ValueError, RuntimeError) as error:  # the hub refuses the metadata, or all retries failed
+            raise HubError(repo_id, f"{first_line(error)}: {first_line(error.__cause__ or error)}") from error
+    return replace(report, url=url)
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the sizes in bytes of the files of the checkpoint, by name.
+
+    Raises:
+        UnsafeFileError: If the link of a file leads out of the folder, or a file is not a regular file.
+    """
+    present = set(list_folder(checkpoint.path))
+    names = {*checkpoint.shards, *checkpoint.sidecars(), *(name for name in _NAMED if name in present)}
+    files = {}
+    for name in sorted(names):
+        path = resolve_inside(checkpoint.path, name)
+        if not path.is_file():
+            raise UnsafeFileError(path, "not a regular file")
+        with storage_errors(path, "read its size"):
+            files[name] = path.stat().st_size
+    return files
+
+
+@dataclass(frozen=True)
+class _Card:
+    """A model card and its metadata."""
+
+    folder: Path
+    content: bytes
+    metadata: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Card:
+        path = folder / CARD_FILE
+        try:
+            content = read_card(folder)
+            return cls(folder, content, read_metadata(content.decode("utf-8")))
+        except FileNotFoundError:
+            raise CheckpointError(path, "no model card; write one that describes the model") from None
+        except ValueError as error:  # including UnicodeDecodeError
+            raise CheckpointError(path, f"the metadata in its head cannot be read: {error}") from None
+
+    def with_metadata(self, values: Mapping[str, Any]) -> _Card:
+        content = add_metadata(self.content.decode("utf-8"), values) if values else self.content.decode("utf-8")
+        return _Card(self.folder, content.encode(), {**self.metadata, **values})
+
+    def with_section(self, section: str) -> _Card:
+        return replace(self, content=with_section(self.content, section, self.folder / CARD_FILE))
+
+    @property
+    def base_models(self) -> list[str]:
+        value = self.metadata.get("base_model") or []
+        return [str(base) for base in (value if isinstance(value, list) else [value])]
+
+    def require_models(self) -> None:
+        """Raise unless the hub has every base model that the card names."""
+        from huggingface_hub import HfApi, errors
+
+        for base in self.base_models:
+            with hub_errors(Origin(base, None), looked_up=False):
+                try:
+                    HfApi(library_name="minifloat").model_info(base)
+                except errors.GatedRepoError:
+                    continue
+                except errors.RepositoryNotFoundError:
+                    path = self.folder / CARD_FILE
+                    raise HubError(base, f"the hub has no such model, which is base_model in {path}") from None
+
+    def write(self) -> None:
+        if self.content != read_card(self.folder):
+            write_card(self.folder, self.content)
+
+
+def _completed_card(checkpoint: Checkpoint, options: Mapping[str, str], *, quantized: bool) -> _Card:
+    """Return the card of a checkpoint, completed with metadata that it lacks.
+
+    Args:
+        checkpoint: The checkpoint.
+        options: Metadata from the caller.
+        quantized: Whether the checkpoint is quantized and so needs a base model.
+
+    Raises:
+        CheckpointError: If there is no card, or its metadata cannot be read.
+        UsageError: If required metadata is still missing, or the card contradicts `options`.
+    """
+    card = _Card.read(checkpoint.path)
+    path, metadata = checkpoint.path / CARD_FILE, card.metadata
+    for key, value in options.items():
+        if metadata.get(key) not in (None, [], "", value, [value]):
+            raise UsageError(
+                f"{path}: {key} is {metadata[key]!r} in the card, but the option is {value!r}; correct the card, or "
+                "leave out the option"
+            )
+    new = {key: value for key, value in options.items() if not metadata.get(key)}
+    if quantized and "base_model" in new:
+        new["base_model_relation"] = "quantized"
+    card = card.with_metadata(new)
+    missing = [key for key in ("license", *(["base_model"] if quantized else [])) if not card.metadata.get(key)]
+    if missing:
+        cure = " and ".join(_OPTIONS[key] for key in missing)
+        raise UsageError(
+            f"{path}: the head of the card has no {' and no '.join(missing)}: add it there, or give {cure}"
+        )
+    for base in card.base_models:
+        if not is_hub_id(base):
+            raise UsageError(f"{path}: base_model: expected the id of a model of the hub, ORG/NAME, found {base!r}")
+    return card
+
+
+def _upload(
+    root: Path, report: PushReport, private: bool, revision: str | None, message: str | None, create_pr: bool
+) -> str:
+    """Create the repository and upload; return the address of the commit or of the pull request."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="minifloat")
+    api.create_repo(report.repo_id, private=private or None, exist_ok=True)
+    if private and not api.model_info(report.repo_id).private:
+        raise HubError(report.repo_id, "exists and is public; make it private there, or leave out --private")
+    if revision is not None:
+        api.create_branch(report.repo_id, branch=revision, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=report.repo_id,
+        folder_path=root,
+        allow_patterns=[glob.escape(name) for name in report.files],
+        revision=revision,
+        commit_message=message or "Upload a checkpoint by minifloat",
+        create_pr=create_pr,
+    )
+    return str(commit.pr_url or commit.commit_url)

@@ -1,0 +1,619 @@
+"""`Engine`: requests go in, steps make tokens, deliveries come out. Begin reading at `Engine.step`.
+
+The engine is not thread-safe and never waits: its owner calls `step` while it `has_work`. `AsyncEngine` does so in a
+thread of its own for a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Sequences
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from minifloat.checkpoint.hub import model_folder
+from minifloat.engine.cache import BlockPool
+from minifloat.engine.computing import Step, launch, launch_next
+from minifloat.engine.detokenize import TokenDecoder
+from minifloat.engine.device.runner import DeviceRunner
+from minifloat.engine.grammar import Grammar, Grammars, GrammarState
+from minifloat.engine.listener import EngineListener, Reporter
+from minifloat.engine.opening import open_model, read_decoder, sampling_defaults
+from minifloat.engine.options import DRAFT_TOKENS, EngineOptions
+from minifloat.engine.sampling import (
+    Logits,
+    NonFiniteLogits,
+    Postponed,
+    SamplingParams,
+    SamplingState,
+    TokenChoice,
+    await_grammars,
+    choose,
+)
+from minifloat.engine.scheduler import Scheduler, WorkItem
+from minifloat.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
+from minifloat.engine.speculation import Speculator
+from minifloat.engine.speculation.opening import open_drafter
+from minifloat.engine.speculation.verify import Choices
+from minifloat.engine.text import TextStream
+from minifloat.engine.token_texts import TokenTexts
+from minifloat.errors import ContextLengthError, UsageError
+from minifloat.model.runtime.devices import current, device_named
+from minifloat.model.runtime.heap import returned_when_freed
+from minifloat.model.runtime.tokenizer import serving_tokenizer
+from minifloat.model.runtime.tokens import end_tokens
+
+if TYPE_CHECKING:
+    from minifloat.checkpoint import Checkpoint
+    from minifloat.model.runtime.tokenizer import TextTokenizer
+
+_LOG = logging.getLogger(__name__)
+
+#: Tokens of prompts that are computed in a step in which other sequences wait for their next token: such a step takes
+#: about twice as long as one without. With 64, a step of 8 sequences took 3 times as long (1.1B in MXFP4 on two cores).
+_PROMPT_TOKENS_BESIDE = 40
+#: The same on a GPU, where some hundred tokens cost little more than one: with this many, arithmetic takes as long as
+#: reading the weights.
+_PROMPT_TOKENS_BESIDE_ON_GPU = 256
+#: Seconds that a step waits if all its sequences wait for their grammars.
+_IDLE_SECONDS = 0.02
+#: Default of `max_num_batched_tokens`.
+_STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
+
+
+class Engine:
+    """A loaded model that decodes many requests together.
+
+    Args:
+        path: A folder or a model of the hub, quantized or not. Quantized inputs that it declares are left out.
+        dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
+        device: "cpu", "cuda" or "cuda:N".
+        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB and the states, on a GPU
+            most of what the weights leave free.
+        kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
+        max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
+        max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit (`info`).
+        max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
+        lm_head: Output layer: "auto" is FP8 per channel beside weights that `minifloat quantize` rounded to the nearest
+            codes of MXFP4, else as it is stored; "bf16" is as it is stored; "fp8" is FP8, unless it is stored
+            quantized.
+        activations: "int8" allows the CPU's kernels to round inputs of quantized weights to int8, which is faster for
+            prompts and batches. "fp8" lets a GPU multiply prompts and large batches in FP8, with a second copy of the
+            weights. "bf16" does neither. "auto" is "fp8" on a GPU where the checkpoint declares quantized inputs.
+        packed_cache: A folder, which only the user can write to: the native decoder keeps packed weights there, and
+            the next engine for the same checkpoint maps them. None: weights are packed each time.
+        prefix_cache: Share the keys and values of equal beginnings of prompts, and copies of states there.
+        runner: "auto", "native", "device" or "transformers".
+        impl: Implementation of the kernels, as in `minifloat.model.runtime.load.load`.
+        observer: Receives reports of steps, tokens and requests.
+        revision: Revision of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+        tokenizer: The tokenizer to use; None: that of the folder.
+        checkpoint: The open checkpoint of `path`; None: it is opened here.
+        speculate: Propose tokens that one step verifies together: "self" (a copy of the model in MXFP4), "prompt" (what
+            followed the same tokens before) or "draft"; None: no.
+        draft: Folder or model of the hub that drafts; its tokenizer is that of the model.
+        draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
+        deterministic: The same bits of logits for a sequence whatever else runs: other requests, chunks of prompts,
+            prefixes from the cache, drafts, threads. Greedy answers, and sampled ones with a seed, then depend on the
+            request and the instruction set alone. Only the native decoder of the CPU has it; it costs some speed.
+
+    Attributes:
+        info: Name, formats and sizes of the model.
+        config: The model's config, with the fields of transformers' class.
+        tokenizer: The tokenizer that was given, or that of the folder: a `FileTokenizer` or transformers' own.
+        generation_defaults: Sampling parameters of generation_config.json, by the names of `SamplingParams`.
+
+    Raises:
+        CheckpointError: If the folder cannot be loaded.
+        HubError: If the hub has no such model, refuses it, or cannot be reached.
+        UsageError: If options do not go together with the model, or with each other.
+        KernelUnavailable: If `device` is not here, or `impl` names kernels that cannot run here.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        kv_cache_memory: int | None = None,
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        lm_head: str = "auto",
+        activations: str = "auto",
+        packed_cache: str | os.PathLike[str] | None = None,
+        prefix_cache: bool = True,
+        runner: str = "auto",
+        impl: str = "auto",
+        observer: EngineListener | None = None,
+        revision: str | None = None,
+        tokenizer: TextTokenizer | None = None,
+        checkpoint: Checkpoint | None = None,
+        speculate: str | None = None,
+        draft: str | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
+        deterministic: bool = False,
+    ) -> None:
+        options = EngineOptions(
+            dtype=dtype,
+            kv_cache_memory=kv_cache_memory,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            prefix_cache=prefix_cache,
+            lm_head=lm_head,
+            activations=activations,
+            packed_cache=None if packed_cache is None else Path(packed_cache),
+            runner=runner,
+            impl=impl,
+            device=device,
+            speculate=speculate,
+            draft=draft,
+            draft_tokens=draft_tokens,
+            deterministic=deterministic,
+        )
+        self._device = device_named(options.device)
+        on_cpu = self._device.type == "cpu"
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = _STEP_TOKENS if on_cpu else _STEP_TOKENS_ON_GPU
+        if max_num_batched_tokens <= max_num_seqs:
+            raise UsageError(
+                f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
+            )
+        folder = model_folder(path, revision=revision)
+        self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
+        with returned_when_freed(), current(self._device):
+            opened = open_model(folder, options, checkpoint)
+            read_draft = functools.partial(read_decoder, options=options, dtype=opened.info.dtype)
+            drafter = open_drafter(options, opened.runner, self.tokenizer, read_draft)
+        self.info, self.config, self._runner = opened.info, opened.config, opened.runner
+        self.generation_defaults = sampling_defaults(opened.generation_config)
+        self._reporter = Reporter(observer)
+        self._texts = TokenTexts(self.tokenizer)
+        self._decoder = TokenDecoder(self.tokenizer)
+        ends, vocab = end_tokens(opened.generation_config, opened.config, self.tokenizer), self._runner.vocab
+        self._end_tokens = frozenset(token for token in ends if token < vocab)
+        if self._end_tokens != ends:
+            _LOG.warning("no answer ends with the tokens %s: the model has %d", sorted(ends - self._end_tokens), vocab)
+        self._grammars = Grammars(self.tokenizer, vocab, sorted(self._end_tokens))
+        if not prefix_cache:
+            self.info = dataclasses.replace(self.info, reason_no_prefix_cache="it is switched off")
+        elif self._runner.name != "transformers" and self.info.reason_no_prefix_cache:
+            _LOG.warning("no prefix cache: %s", self.info.reason_no_prefix_cache)
+        self._pool = BlockPool(self.info.kv_blocks, share=not self.info.reason_no_prefix_cache)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_sequences=self.info.max_num_seqs,
+            max_tokens=max_num_batched_tokens,
+            max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if on_cpu else _PROMPT_TOKENS_BESIDE_ON_GPU,
+            preempted=self._release,
+            snapshots=self._runner.snapshots,
+        )
+        self.speculator: Speculator | None = None
+        if drafter is not None:
+            weight_bytes = self._runner.weight_bytes
+            self.speculator = Speculator(drafter, self._scheduler.room, longest=draft_tokens, weight_bytes=weight_bytes)
+            self.info = dataclasses.replace(self.info, speculation=drafter.name, draft_bytes=drafter.memory)
+        self._sequences: dict[str, Sequence] = {}
+        #: Sequences that wait for their grammars, with the logits of the next token; None: there is room for no more.
+        self._postponed: dict[str, tuple[Sequence, Logits | None]] = {}
+        self._unsettled: list[Sequence] = []  # their grammars may have ended with the tokens of this step
+        self._next: Step | None = None  # the step that the device computes already
+
+    @property
+    def observer(self) -> EngineListener | None:
+        """The listener that receives reports of steps, tokens and requests; may be set at any time."""
+        return self._reporter.listener
+
+    @observer.setter
+    def observer(self, listener: EngineListener | None) -> None:
+        self._reporter.listener = listener
+
+    def check(self, prompt: Sequences[int], params: SamplingParams) -> None:
+        """Raise an error if a request can never run.
+
+        Raises:
+            ContextLengthError: If the prompt leaves no room for a token, or for fewer than `min_tokens`.
+            UsageError: If the model does not have a token id; the message begins with the field's name.
+        """
+        if not prompt:
+            raise UsageError("prompt: expected at least one token")
+        start = params.prompt_logprobs_start
+        if params.prompt_logprobs is not None and start > 1 and start >= len(prompt):
+            raise UsageError(f"prompt_logprobs_start: expected less than the {len(prompt)} tokens of the prompt")
+        # The last token of a prompt that is only scored is not computed.
+        room = self.info.max_model_len + (params.prompt_logprobs is not None and params.max_tokens == 0) - len(prompt)
+        needed = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
+        if room < needed:
+            raise ContextLengthError(
+                f"prompt: {len(prompt)} tokens and {needed} more do not fit the context of {self.info.max_model_len}"
+            )
+        for name, tokens in (
+            ("prompt", prompt),
+            ("logit_bias", tuple(params.logit_bias)),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.info.vocab_size):
+                raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
+
+    def prepare_grammars(self) -> None:
+        """Start what grammars need, which takes a second for a large vocabulary. Any thread may call this.
+
+        Raises:
+            KernelUnavailable: If llguidance is missing or cannot read the tokenizer.
+        """
+        self._grammars.prepare()
+
+    def compile(self, grammar: Grammar) -> GrammarState:
+        """Return the state of a new text in a grammar, which is compiled meanwhile. Any thread may call this.
+
+        Raises:
+            QueueFull: If too many other grammars are at work.
+            KernelUnavailable: As `prepare_grammars`.
+        """
+        return self._grammars.begin(grammar)
+
+    def begin(self, request: Request, grammar: GrammarState | None = None) -> Sequence:
+        """Return the sequence of a request, for `add` or `discard`. Any thread may call this.
+
+        Args:
+            request: The request.
+            grammar: What `compile` has returned for the grammar of the request, when it is ready; None: this function
+                compiles the grammar, and waits for it.
+
+        Raises:
+            UsageError: If the request can never run (`check`), or its grammar cannot be used.
+            QueueFull: As `compile`.
+            KernelUnavailable: As `prepare_grammars`.
+        """
+        params = request.params
+        self.check(request.prompt, params)
+        if grammar is None and params.grammar is not None:
+            grammar = self.compile(params.grammar)
+            try:
+                grammar.ready.result()
+            except BaseException:
+                grammar.close()
+                raise
+        stops = {*self._end_tokens, *params.stop_token_ids}
+        room = self.info.max_model_len - len(request.prompt)
+        max_length = len(request.prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
+        return Sequence(
+            request,
+            TextStream(self._decoder, request.prompt, params.stop, params.include_stop),
+            SamplingState(params, request.prompt, sorted(stops), grammar, races=self.speculator is not None),
+            self._pool.root(request.cache_salt),
+            max_length,
+        )
+
+    def add(self, request: Request | Sequence) -> None:
+        """Put a request at the end of the queue.
+
+        Raises:
+            UsageError: If another request has the same id, or as `begin`.
+            KernelUnavailable: As `begin`.
+        """
+        sequence = self.begin(request) if isinstance(request, Request) else request
+        if sequence.request_id in self._sequences:
+            raise UsageError(f"request_id: {sequence.request_id!r} is at work already")
+        self._sequences[sequence.request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence of `begin` that `add` has not got."""
+        if sequence.sampling.grammar is not None:
+            sequence.sampling.grammar.close()
+
+    def close(self) -> None:
+        """End the processes of grammars; the next request with a grammar starts them again."""
+        self._grammars.close()
+
+    def cancel(self, request_id: str) -> Delivery | None:
+        """End a request now, and return its last delivery; None if there is no such request any more."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, Delivery(request_id), "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests that are not finished."""
+        return bool(self._sequences)
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that have blocks of the KV cache."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait for blocks of the KV cache."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the KV cache's blocks that are in use."""
+        return self._pool.usage
+
+    def part_seconds(self) -> dict[str, float]:
+        """Return the seconds of all steps so far by part ("linears", "attention", "rows"); empty if not measured."""
+        return self._runner.part_seconds()
+
+    def step(self) -> list[Delivery]:
+        """Schedule, run, sample, deliver: compute one step for all sequences and return its results.
+
+        On a GPU the step after it is begun first, where that is possible without knowing this step's tokens: the GPU
+        computes while the host delivers. A sequence that this step ends is then computed once more, for nothing.
+        """
+        with current(self._device):
+            started = time.perf_counter()
+            deliveries = self._resume()
+            step, self._next = self._next, None
+            if step is None or step.is_stale:
+                step = self._launch(self._scheduler.schedule())
+            if isinstance(self._runner, DeviceRunner):
+                self._next = launch_next(self._runner, step, self._scheduler.next_step)
+            choices, now = step.wait(), time.monotonic()
+            items = [item for item in step.items if item.sequence.state is State.RUNNING]
+            self._scheduler.computed(items)
+            deliveries += [self._fail(name, error) for name, error in step.failures.items()]
+            deliveries += [self._scored(item.sequence) for item in items if item.ends_scoring]
+            for sequence, chosen in zip(step.sequences, choices, strict=True):
+                if sequence.state is State.RUNNING:
+                    if isinstance(chosen[0], Postponed):
+                        self._postponed[sequence.request_id] = sequence, chosen[0].logits
+                    else:
+                        deliveries.append(self._deliver_all(sequence, chosen, now))
+            deliveries += self._settle()
+            if self._postponed and not step.items and not deliveries:
+                waiting = [sequence.sampling.grammar for sequence, _ in self._postponed.values()]
+                self._grammars.wait_for_any([grammar for grammar in waiting if grammar is not None], _IDLE_SECONDS)
+            generated, seconds = sum([len(delivery.tokens) for delivery in deliveries]), time.perf_counter() - started
+            speculation = None if self.speculator is None else self.speculator.last
+            self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes, speculation)
+            return deliveries
+
+    def _launch(self, items: list[WorkItem]) -> Step:
+        """Begin a step, with drafts if the engine speculates."""
+        if self.speculator is None:
+            return launch(self._runner, items, self._texts)
+        items = self.speculator.propose(items)
+        step = launch(self._runner, items, self._texts)
+        self.speculator.computed(items)
+        drafts = {item.sequence.request_id: len(item.drafts) for item in step.items if item.drafts}
+        for sequence, chosen in zip(step.sequences, step.wait(), strict=True):
+            if sequence.request_id in drafts:
+                self.speculator.verified(drafts[sequence.request_id], len(chosen) - 1)
+        return step
+
+    def _resume(self) -> list[Delivery]:
+        """Choose the next tokens of postponed sequences whose grammars have answered, and return their deliveries."""
+        deliveries: list[Delivery] = []
+        for name, (sequence, logits) in list(self._postponed.items()):
+            grammar = sequence.sampling.grammar
+            assert grammar is not None
+            if logits is None:
+                self._unsettled.append(sequence)
+                del self._postponed[name]
+            elif grammar.done:
+                deliveries.append(self._finish(sequence, Delivery(name), "stop"))
+            elif grammar.known:
+                del self._postponed[name]
+                choice: TokenChoice | Exception
+                try:
+                    choice = choose(logits, sequence.sampling, int(logits.argmax()))
+                except Exception as error:
+                    choice = error
+                deliveries.append(self._deliver_all(sequence, [choice], time.monotonic()))
+        return deliveries
+
+    def _settle(self) -> list[Delivery]:
+        """End the sequences whose grammars have ended with their last tokens, and return their last deliveries."""
+        unsettled, self._unsettled = self._unsettled, []
+        await_grammars([sequence.sampling for sequence in unsettled], until_added=True)
+        deliveries: list[Delivery] = []
+        for sequence in unsettled:
+            name, grammar = sequence.request_id, sequence.sampling.grammar
+            if grammar is None or name not in self._sequences:
+                continue
+            if grammar.error is not None:
+                deliveries.append(self._fail(name, grammar.error))
+            elif grammar.done:
+                deliveries.append(self._finish(sequence, Delivery(name), "stop"))
+            elif len(sequence.tokens) >= sequence.max_length:
+                if grammar.added:
+                    deliveries.append(self._finish(sequence, Delivery(name), "length"))
+                else:  # "stop" or "length": the grammar has not answered yet
+                    self._scheduler.finish(sequence)
+                    self._postponed[name] = sequence, None
+        return deliveries
+
+    def _scored(self, sequence: Sequence) -> Delivery:
+        """End a request that asks for nothing but the log-probabilities of its prompt."""
+        return self._finish(sequence, Delivery(sequence.request_id, prompt_logprobs=sequence.reported_scores), "length")
+
+    def _fail(self, request_id: str, error: Exception) -> Delivery:
+        """End a request with an error."""
+        last = Delivery(request_id, caused_by_request=isinstance(error, UsageError))
+        return self._finish(self._sequences[request_id], last, "error", str(error))
+
+    def _deliver_all(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
+        """Add tokens to a sequence until it ends, and return one delivery; an error ends this sequence alone."""
+        try:
+            delivery = self._deliver(sequence, choices[0], now)
+            for choice in choices[1:]:
+                if delivery.finish_reason is not None:
+                    return delivery
+                delivery += self._deliver(sequence, choice, now)
+            if len(choices) > 1 and sequence.state is State.RUNNING:
+                self._scheduler.accepted(sequence)
+        except Exception as error:
+            _LOG.exception("request %s", sequence.request_id)
+            return self._fail(sequence.request_id, error)
+        return delivery
+
+    def _release(self, sequence: Sequence) -> None:
+        """Forget what runner and drafter keep of a sequence that has lost its blocks or is finished."""
+        self._postponed.pop(sequence.request_id, None)  # its logits are computed again
+        self._runner.release(sequence)
+        if self.speculator is not None:
+            self.speculator.drafter.release(sequence)
+
+    def _deliver(self, sequence: Sequence, choice: TokenChoice | Exception, now: float) -> Delivery:
+        """Add a token to a sequence, end the sequence where that token is its last, and return the delivery.
+
+        Args:
+            sequence: The sequence.
+            choice: The token, or why there is none.
+            now: Time at which the step chose its tokens, in seconds of `time.monotonic`.
+        """
+        name, params = sequence.request_id, sequence.request.params
+        if isinstance(choice, Exception):
+            expected = isinstance(choice, (NonFiniteLogits, UsageError))
+            _LOG.error("request %s: %s", name, choice, exc_info=None if expected else choice)
+            return self._fail(name, choice)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and not sequence.output_length:
+            prompt_logprobs = sequence.reported_scores
+        if params.max_tokens == 0:
+            return self._finish(sequence, Delivery(name, prompt_logprobs=prompt_logprobs), "length")
+        token = choice.token
+        sequence.tokens.append(token)
+        self._reporter.token(sequence, now)
+        logprobs = None if choice.logprob is None else (self._texts.logprob(choice),)
+        length = len(sequence.tokens) - sequence.prompt_length
+        may_end = length >= params.min_tokens
+        ends = may_end and token in self._end_tokens and not params.ignore_eos
+        stops = may_end and token in params.stop_token_ids
+        text, stop = ("", None) if ends or stops else sequence.text.add(token)
+        reason = token if stops and not ends else stop
+        delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=prompt_logprobs)
+        if ends or stops or stop is not None:
+            return self._finish(sequence, delivery, "stop")
+        sequence.sampling.add(token)
+        if sequence.sampling.grammar is not None:
+            self._unsettled.append(sequence)
+        elif len(sequence.tokens) >= sequence.max_length:
+            return self._finish(sequence, delivery, "length")
+        return delivery
+
+    def _finish(self, sequence: Sequence, delivery: Delivery, reason: str, error: str | None = None) -> Delivery:
+        """Take a sequence out of the engine, and return its last delivery."""
+        self._scheduler.finish(sequence)
+        self._release(sequence)
+        self.discard(sequence)
+        del self._sequences[sequence.request_id]
+        sequence.timings.finished = time.monotonic()
+        rest, stop = ("", None) if delivery.stop_reason in sequence.request.params.stop else sequence.text.finish()
+        if stop is not None and reason == "length":
+            reason = "stop"
+        self._reporter.finished(reason, sequence)
+        return delivery + Delivery(
+            sequence.request_id,
+            text=rest,
+            finish_reason=reason,
+            stop_reason=stop if stop is not None else delivery.stop_reason,
+            error=error,
+            usage=sequence.usage,
+            timings=sequence.timings,
+        )
+
+    @overload
+    def generate(
+        self,
+        prompts: str | Sequences[str] | Sequences[Sequences[int]],
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+    ) -> list[GeneratedText]: ...
+    @overload
+    def generate(
+        self,
+        prompts: str | Sequences[str] | Sequences[Sequences[int]],
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+    ) -> Iterator[Delivery]: ...
+    def generate(
+        self,
+        prompts: str | Sequences[str] | Sequences[Sequences[int]],
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+    ) -> list[GeneratedText] | Iterator[Delivery]:
+        """Continue prompts, all of them in one batch.
+
+        Args:
+            prompts: A text, texts, or token ids of each prompt. No chat template is applied.
+            params: Sampling parameters of all prompts, or those of each; by default `default_params()`.
+            stream: Return deliveries as they are made. Closing the iterator cancels the requests that are not finished.
+
+        Returns:
+            The text of each prompt, in their order; or the deliveries, whose `request_id` is the index of the prompt.
+
+        Raises:
+            UsageError: If a prompt cannot run, or there are more or fewer parameters than prompts.
+        """
+        several: Sequences[Any] = [prompts] if isinstance(prompts, str) else prompts
+        params = params or self.default_params()
+        of_each = [params] * len(several) if isinstance(params, SamplingParams) else params
+        if len(of_each) != len(several):
+            raise UsageError(f"params: expected one or {len(several)}, the number of prompts, got {len(of_each)}")
+        base = next(_UNIQUE)
+        requests = [
+            Request(f"{base}-{index}", self.encode(prompt) if isinstance(prompt, str) else tuple(prompt), of_one)
+            for index, (prompt, of_one) in enumerate(zip(several, of_each, strict=True))
+        ]
+        deliveries = self._stream(requests)
+        names = {request.request_id: str(index) for index, request in enumerate(requests)}
+        if stream:
+            return _renamed(deliveries, names)
+        parts: dict[str, list[Delivery]] = {request.request_id: [] for request in requests}
+        for delivery in deliveries:
+            parts[delivery.request_id].append(delivery)
+        wholes = [Delivery.joined(parts[request.request_id]).renamed(names[request.request_id]) for request in requests]
+        return [GeneratedText.of(request, whole) for request, whole in zip(requests, wholes, strict=True)]
+
+    def default_params(self) -> SamplingParams:
+        """Return the sampling parameters of the checkpoint's generation_config.json."""
+        return SamplingParams(**self.generation_defaults)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text as a prompt, with the special tokens that the tokenizer puts around one."""
+        ids = list(self.tokenizer(text).input_ids)
+        if not ids and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        return tuple(ids)
+
+    def _stream(self, requests: Sequences[Request]) -> Generator[Delivery, None, None]:
+        """Yield the deliveries of requests until all are finished; cancel them if the iterator is closed before."""
+        names = {request.request_id for request in requests}
+        for request in requests:
+            self.check(request.prompt, request.params)
+        try:
+            for request in requests:
+                self.add(request)
+            while not names.isdisjoint(self._sequences):
+                for delivery in self.step():
+                    if delivery.request_id in names:
+                        yield delivery
+        finally:
+            for name in names:
+                self.cancel(name)
+
+
+def _renamed(deliveries: Generator[Delivery, None, None], names: Mapping[str, str]) -> Iterator[Delivery]:
+    """Yield deliveries under other request ids."""
+    with contextlib.closing(deliveries):
+        for delivery in deliveries:
+            yield delivery.renamed(names[delivery.request_id])
+
+
+_UNIQUE = itertools.count()

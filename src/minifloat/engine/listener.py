@@ -1,0 +1,136 @@
+"""What the engine reports of steps, tokens and requests: to metrics, the status page, benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from typing import Protocol
+
+from minifloat.engine.scheduler import Scheduler, WorkItem
+from minifloat.engine.sequence import Sequence, Timings, TokenUsage
+from minifloat.engine.speculation.stats import SpeculationStats
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The numbers of one step.
+
+    Attributes:
+        running: Sequences that have blocks in the KV cache, after the step.
+        waiting: Sequences that have no blocks, because they are new or were preempted.
+        kv_usage: Share of the cache's blocks in use, 0 .. 1.
+        prompt_tokens: Tokens of prompts that were computed (again, after a preemption).
+        generation_tokens: Tokens that were chosen.
+        seconds: Duration of the step.
+        preemptions: Sequences that lost their blocks.
+        weight_bytes_read: Bytes of the weights that one token is multiplied with, which a step reads at least once.
+        prefix_queries: Tokens of prompts that were looked up in the cache.
+        prefix_hits: Tokens of prompts that were found in the cache.
+        speculation: Counts of drafts in this step; None if the engine does not speculate.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    prompt_tokens: int
+    generation_tokens: int
+    seconds: float
+    preemptions: int
+    weight_bytes_read: int
+    prefix_queries: int
+    prefix_hits: int
+    speculation: SpeculationStats | None = None
+
+
+class EngineListener(Protocol):
+    """Receives what an engine reports. Methods are called in the engine's thread and must return quickly."""
+
+    def step(self, stats: StepStats) -> None:
+        """Receive the numbers of a step that is done."""
+
+    def token(self, since_previous: float) -> None:
+        """Receive the seconds between a token and the one before it (inter-token latency)."""
+
+    def first_token(self, seconds: float) -> None:
+        """Receive the seconds from a request's arrival to its first token (time to first token)."""
+
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
+        """Receive the end of a request; `reason` is one of `Delivery.finish_reason`."""
+
+
+class Reporter:
+    """Notes the times of tokens, and reports to a listener if there is one.
+
+    Attributes:
+        listener: Receives the reports; None: nobody does.
+    """
+
+    def __init__(self, listener: EngineListener | None) -> None:
+        self.listener = listener
+        self._reported_totals = (0, 0, 0)
+
+    def step(
+        self,
+        scheduler: Scheduler,
+        items: Sequences[WorkItem],
+        generated: int,
+        seconds: float,
+        nbytes: int,
+        speculation: SpeculationStats | None = None,
+    ) -> None:
+        """Report a step.
+
+        Args:
+            scheduler: The engine's scheduler, after the step.
+            items: The work that was computed.
+            generated: Number of tokens that were chosen.
+            seconds: Duration of the step.
+            nbytes: Bytes of the weights that one token is multiplied with.
+            speculation: Counts of drafts in the step.
+        """
+        totals = (scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
+        preemptions, queries, hits = (now - before for now, before in zip(totals, self._reported_totals, strict=True))
+        self._reported_totals = totals
+        if self.listener is None:
+            return
+        prompt_tokens = sum(
+            [
+                min(end, sequence.prompt_length) - start
+                for sequence, start, end, _, _ in items
+                if start < sequence.prompt_length
+            ]
+        )
+        self.listener.step(
+            StepStats(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                kv_usage=scheduler.pool.usage,
+                prompt_tokens=prompt_tokens,
+                generation_tokens=generated,
+                seconds=seconds,
+                preemptions=preemptions,
+                weight_bytes_read=nbytes if items else 0,
+                prefix_queries=queries,
+                prefix_hits=hits,
+                speculation=speculation,
+            )
+        )
+
+    def token(self, sequence: Sequence, now: float) -> None:
+        """Note the time of a sequence's new token, in seconds of `time.monotonic`, and report it.
+
+        Several tokens of one step have the same time: the first of them took all of it.
+        """
+        timings = sequence.timings
+        if timings.first_token is None:
+            timings.first_token = now
+            if self.listener is not None:
+                self.listener.first_token(now - timings.arrived)
+        elif self.listener is not None and sequence.last_token is not None:
+            self.listener.token(now - sequence.last_token)
+        sequence.last_token = now
+
+    def finished(self, reason: str, sequence: Sequence) -> None:
+        """Report the end of a request."""
+        if self.listener is not None:
+            self.listener.finished(reason, sequence.timings, sequence.usage)

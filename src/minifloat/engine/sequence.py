@@ -1,0 +1,255 @@
+"""Requests, their state in the engine, and what the engine delivers for them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import chain
+
+from minifloat.engine.sampling import SamplingParams, SamplingState, TokenLogprob
+from minifloat.engine.text import TextStream
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue.
+
+    Attributes:
+        request_id: Unique among the requests that are not finished.
+        prompt: Token ids, at least one.
+        params: How tokens are chosen and when to stop.
+        cache_salt: Only requests with the same salt share blocks of the KV cache.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class TokenUsage:
+    """Tokens of a request: of its prompt, of its output, and those of the prompt that were found in the cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass
+class Timings:
+    """Times of the events of a request, in seconds of `time.monotonic`; None: not yet."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The new tokens and text of one request after one step.
+
+    Attributes:
+        request_id: Id of the request.
+        tokens: New token ids.
+        text: New text, complete characters only; text that may begin a stop string is held back.
+        logprobs: Log-probabilities of the new tokens, if the request asks for them.
+        finish_reason: "stop", "length", "cancelled" or "error" in the last delivery, else None.
+        stop_reason: The stop string or stop token id of the request that ended the text, or None.
+        error: Message of the error, if the reason is "error".
+        caused_by_request: Whether the request is at fault, for example with a grammar at its limits.
+        usage: Token counts, in the last delivery.
+        timings: Times, in the last delivery.
+        prompt_logprobs: Log-probabilities of the prompt's tokens in the first delivery, if the request asks for them;
+            None for the first token.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    usage: TokenUsage | None = None
+    timings: Timings | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    caused_by_request: bool = False
+
+    def renamed(self, request_id: str) -> Delivery:
+        """Return a copy with another request id."""
+        return replace(self, request_id=request_id)
+
+    def __add__(self, later: Delivery) -> Delivery:
+        """Join this delivery and the next one of the same request."""
+        return Delivery.joined([self, later])
+
+    @staticmethod
+    def joined(deliveries: Sequences[Delivery]) -> Delivery:
+        """Join deliveries of one request, at least one, in their order."""
+        last = deliveries[-1]
+        logprobs = [each.logprobs for each in deliveries if each.logprobs is not None]
+        prompt_logprobs = [each.prompt_logprobs for each in deliveries if each.prompt_logprobs is not None]
+        stop_reasons = [each.stop_reason for each in deliveries if each.stop_reason is not None]
+        return Delivery(
+            last.request_id,
+            tuple(chain.from_iterable(each.tokens for each in deliveries)),
+            "".join(each.text for each in deliveries),
+            tuple(chain.from_iterable(logprobs)) if logprobs else None,
+            last.finish_reason,
+            stop_reasons[-1] if stop_reasons else None,
+            last.error,
+            last.usage,
+            last.timings,
+            prompt_logprobs[-1] if prompt_logprobs else None,
+            any(each.caused_by_request for each in deliveries),
+        )
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """All deliveries of a request joined; the fields are those of `Delivery`."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: str
+    stop_reason: str | int | None
+    usage: TokenUsage
+    timings: Timings
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+
+    @classmethod
+    def of(cls, request: Request, delivery: Delivery) -> GeneratedText:
+        """Return the result of a request, given the sum of all its deliveries.
+
+        Raises:
+            RuntimeError: If the request ended with an error.
+        """
+        if delivery.finish_reason == "error":
+            raise RuntimeError(f"prompt {delivery.request_id}: {delivery.error}")
+        assert delivery.finish_reason is not None
+        assert delivery.usage is not None
+        assert delivery.timings is not None
+        return cls(
+            delivery.request_id,
+            request.prompt,
+            delivery.tokens,
+            delivery.text,
+            delivery.logprobs,
+            delivery.finish_reason,
+            delivery.stop_reason,
+            delivery.usage,
+            delivery.timings,
+            delivery.prompt_logprobs,
+        )
+
+
+class State(Enum):
+    """The state of a sequence in the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request in the engine, with the tokens made so far.
+
+    Args:
+        request: The request.
+        text: Turns the output's tokens into text.
+        sampling: The state that the choice of tokens depends on.
+        root: Digest before the first block (`BlockPool.root`).
+        max_length: Tokens of prompt and output with which the sequence ends.
+
+    Attributes:
+        request_id: Id of the request.
+        prompt_length: Number of tokens of the prompt.
+        max_length: Tokens of prompt and output with which the sequence ends.
+        tokens: Tokens of prompt and output.
+        computed: Number of tokens, from the first, whose keys and values are in the cache.
+        blocks: Blocks of the cache that hold those keys and values, in order.
+        digests: Digests of the first full blocks, as far as they have been computed.
+        prompt_logprobs: Log-probabilities of the prompt's tokens that are asked for, as far as they have been computed.
+        cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
+        state: Whether the sequence waits, runs or is finished.
+        preempted: Number of times that the sequence lost its blocks.
+        snapshots: Numbers of tokens behind which the state of the sequence is to be kept for others.
+        slot: A number of the sequence among those that run, where runners keep states of sequences; None: it waits.
+    """
+
+    def __init__(
+        self, request: Request, text: TextStream, sampling: SamplingState, root: bytes, max_length: int = sys.maxsize
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.prompt_length = len(request.prompt)
+        self.max_length = max_length
+        self.text = text
+        self.sampling = sampling
+        self.root = root
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.digests: list[bytes] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.cached: int | None = None
+        self.state = State.WAITING
+        self.preempted = 0
+        self.slot: int | None = None
+        self.snapshots: tuple[int, ...] = ()
+        self.timings = Timings(time.monotonic())
+        self.last_token: float | None = None
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens of the output so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def output_length(self) -> int:
+        """Number of tokens of the output so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def pending(self) -> int:
+        """Number of tokens that must be computed before the next token can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def unscored(self) -> int:
+        """Number of the prompt's tokens whose log-probabilities are still to be computed; 0 if none are asked for."""
+        return 0 if self.request.params.prompt_logprobs is None else max(self.prompt_length - self.next_scored, 0)
+
+    @property
+    def next_scored(self) -> int:
+        """Index of the token of the prompt whose log-probability is computed next."""
+        return self.request.params.prompt_logprobs_start + len(self.prompt_logprobs)
+
+    @property
+    def reported_scores(self) -> tuple[TokenLogprob | None, ...]:
+        """The log-probabilities of the prompt's tokens so far; None for those that are not asked for."""
+        return (None,) * self.request.params.prompt_logprobs_start + tuple(self.prompt_logprobs)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the request asks for log-probabilities of its prompt and for no token."""
+        params = self.request.params
+        return params.prompt_logprobs is not None and params.max_tokens == 0 and self.prompt_length > 1
+
+    @property
+    def computable(self) -> int:
+        """Number of tokens, from the first, that are to be computed; the last token of a prompt scores nothing."""
+        return len(self.tokens) - self.only_scores
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Token counts so far."""
+        return TokenUsage(self.prompt_length, self.output_length, min(self.cached or 0, self.prompt_length))

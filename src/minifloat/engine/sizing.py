@@ -1,0 +1,132 @@
+"""How much memory the KV cache gets, and how long the longest sequence may be."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from minifloat.engine.cache import blocks_for
+from minifloat.engine.options import EngineOptions
+from minifloat.errors import UsageError
+from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.model.architecture.full_config import position_limit
+from minifloat.report.text import size_text
+
+_LOG = logging.getLogger(__name__)
+#: The default KV cache holds all sequences at full length, but takes at most this many bytes and at most this share of
+#: the memory that is available.
+_KV_BYTES = 1 << 30
+_KV_SHARE = 0.25
+#: Most copies of states, which equal beginnings of prompts need, and their share of all states.
+_COPIES, _COPIES_SHARE = 16, 0.25
+#: Share of the memory of a GPU that the weights leave; the rest is for the steps themselves.
+_GPU_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The size of a KV cache.
+
+    Attributes:
+        bytes_per_block: Bytes of one block in all layers.
+        blocks: Number of blocks.
+        max_model_len: Tokens of the longest sequence.
+        slots: Sequences that run at a time.
+        copies: Copies of states of sequences, beside those that run.
+    """
+
+    bytes_per_block: int
+    blocks: int
+    max_model_len: int
+    slots: int
+    copies: int = 0
+
+
+def sequence_length(options: EngineOptions, config: Any) -> int:
+    """Return the tokens of the longest sequence that the model allows.
+
+    Raises:
+        UsageError: If the model has fewer positions than `max_model_len`.
+    """
+    positions = position_limit(config) or sys.maxsize
+    length = options.max_model_len or positions
+    if length > positions:
+        raise UsageError(f"max_model_len: the model has {positions} positions, got {length}")
+    return length
+
+
+def cache_size(
+    options: EngineOptions, config: Any, bytes_per_block: int, device: torch.device, state_bytes: int = 0
+) -> CacheSize:
+    """Choose the size of the KV cache; call this when the weights are in memory.
+
+    States of sequences get at most half of the memory, or what 1 GiB of blocks leaves if that is more; where it is less
+    than `max_num_seqs` states, fewer sequences run at a time.
+
+    Args:
+        options: The options of the engine.
+        config: transformers' config of the model.
+        bytes_per_block: Bytes of one block of the cache in all layers.
+        device: Device of the cache.
+        state_bytes: Bytes of what some layers keep of each sequence beside the cache.
+
+    Raises:
+        UsageError: If the model has fewer positions than `max_model_len`, the cache does not hold one sequence, or the
+            memory that was asked for is not free.
+    """
+    length = sequence_length(options, config)
+    one_sequence = blocks_for(length) * bytes_per_block
+    copies = _COPIES if options.prefix_cache and state_bytes else 0
+    all_states = (options.max_num_seqs + copies) * state_bytes
+    all_sequences = options.max_num_seqs * one_sequence + all_states
+    budget = options.kv_cache_memory
+    if budget is None and device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that loading took
+        budget = min(all_sequences, int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE))
+    elif budget is None:
+        available = int(psutil.virtual_memory().available * _KV_SHARE)
+        least = max(_KV_BYTES, one_sequence if options.max_model_len else 0)
+        budget = min(all_sequences, least + all_states, available)
+    else:
+        _require_free(budget, device)
+    slots = options.max_num_seqs
+    if state_bytes:
+        states = max(1, min(slots + copies, max(budget // 2, budget - _KV_BYTES) // state_bytes))
+        copies = min(copies, int(states * _COPIES_SHARE))
+        slots = min(slots, states - copies)
+    blocks = (budget - (slots + copies) * state_bytes) // bytes_per_block
+    if blocks < (blocks_for(length) if options.max_model_len else 2):
+        raise UsageError(
+            f"kv_cache_memory: {size_text(budget)} hold {max(blocks, 0) * BLOCK_TOKENS} tokens, less than a sequence; "
+            f"{size_text(one_sequence + state_bytes)} hold one of {length}"
+        )
+    if slots < options.max_num_seqs:
+        _LOG.warning(
+            "%d sequences run at a time, not %d: the state of each takes %.1f MiB, and states get at most half of the "
+            "memory of the KV cache or what 1 GiB of blocks leaves; it has %.1f MiB (kv_cache_memory)",
+            slots,
+            options.max_num_seqs,
+            state_bytes / (1 << 20),
+            budget / (1 << 20),
+        )
+    return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS), slots, copies)
+
+
+def _require_free(budget: int, device: torch.device) -> None:
+    """Refuse a cache for which there is no memory.
+
+    Raises:
+        UsageError: If less than `budget` bytes are free on the device.
+    """
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    if budget > free:
+        raise UsageError(
+            f"kv_cache_memory: {size_text(budget)} were asked for, and {size_text(free)} are free on {device} "
+            "beside the weights; ask for less, or leave it out to take what fits"
+        )

@@ -1,0 +1,28 @@
+"""`DraftItem`: the work of a draft model, in the place of a `WorkItem`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minifloat.engine.sequence import Sequence
+
+
+class DraftItem(NamedTuple):
+    """Tokens of a sequence and of its drafts that the draft model computes; only the last has logits.
+
+    Attributes:
+        sequence: The sequence.
+        start: Position of the first token.
+        tokens: The tokens.
+        logits: 1 if the logits after the last token are needed, else 0.
+    """
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+    logits: int
+
+    @property
+    def end(self) -> int:
+        """One past the position of the last token."""
+        return self.start + len(self.tokens)

@@ -1,0 +1,156 @@
+"""Distance from the baseline of mixtures: the candidate with some of its modules replaced by the baseline's.
+
+Every measurement of attribution is one of a mixture. With all modules but one from the baseline, it is the damage of
+this module alone; with one module from the baseline, the damage of all others; with the modules of a suggestion, the
+effect of the suggestion. Only the candidate is changed, and only while a measurement runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minifloat.evaluate.compare.attribution.differences import Difference, exchanged, is_stored_quantized
+from minifloat.evaluate.compare.metrics import Distribution, kl_divergence
+from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.verdict import Tolerance
+
+#: Tokens in a batch of windows.
+_BATCH_TOKENS = 2048
+#: Memory for the baseline's distributions. If they fit, they are computed only once.
+_HELD_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Distance of a model from the baseline, on a sample.
+
+    Attributes:
+        kl: Mean KL divergence in nats per token.
+        ppl_increase: Perplexity over the baseline's perplexity, less 1.
+        same_top1: Fraction of tokens at which both models have the same most probable token.
+    """
+
+    kl: float
+    ppl_increase: float
+    same_top1: float
+
+    def within(self, tolerance: Tolerance) -> bool:
+        """Return whether the values, without intervals, keep all bounds."""
+        return (
+            self.kl <= tolerance.max_kl
+            and self.ppl_increase <= tolerance.max_ppl_increase
+            and self.same_top1 >= tolerance.min_same_top1
+        )
+
+
+class Mixtures:
+    """Measures mixtures of two models on the same windows.
+
+    Args:
+        baseline: The baseline; the inputs of its head are computed once.
+        candidate: A model of the same architecture.
+        windows: ``[B, W]`` token ids.
+
+    Attributes:
+        windows: Number of windows.
+        tokens: Number of scored tokens.
+        batches: The windows in batches.
+    """
+
+    def __init__(self, baseline: Predictor, candidate: Predictor, windows: Tensor) -> None:
+        self._baseline, self._candidate = baseline, candidate
+        self._runner = copy.copy(candidate)
+        self._runner.weight_only = False  # it would also apply to the baseline's modules
+        self.windows = len(windows)
+        self.tokens = self.windows * (windows.shape[1] - 1)
+        self.batches = torch.split(windows, max(_BATCH_TOKENS // windows.shape[1], 1))
+        self._features = [_scored(baseline.features(ids)) for ids in self.batches]
+        width = torch.float64.itemsize * 2  # a `Distribution` has two large tensors
+        self._hold_distributions = self.tokens * baseline.vocab_size * width <= _HELD_BYTES
+        self._distributions: dict[tuple[int, int], Distribution] = {}
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes per window of the baseline's head inputs, which are held."""
+        return sum(features.nbytes for features in self._features) // self.windows
+
+    def measure(self, kept: Iterable[Difference], *, cache: bool = True) -> Distance:
+        """Measure the candidate with some of the baseline's modules.
+
+        Args:
+            kept: Differences for which the mixture has the baseline's modules.
+            cache: Whether to use the candidate's simulated KV cache; otherwise the baseline's, if it has one.
+        """
+        runner, kl, nll, agree = self._runner, 0.0, 0.0, 0.0
+        runner.new_cache = self._candidate.new_cache if cache else self._baseline.new_cache
+        with self._mixed(kept):
+            for index, ids in enumerate(self.batches):
+                features, targets = _scored(runner.features(ids)), ids[:, 1:].flatten()
+                for rows, p in self._baseline_of(index, runner.head_rows()):
+                    q = Distribution(runner.logits(features[rows]))
+                    kl += float(kl_divergence(p, q).sum())
+                    nll += float((q.nll(targets[rows]) - p.nll(targets[rows])).sum())
+                    agree += float((p.top[:, 0] == q.top[:, 0]).sum())
+        return Distance(kl / self.tokens, _expm1(nll / self.tokens), agree / self.tokens)
+
+    def keeps_quantized(self, kept: Iterable[Difference]) -> bool:
+        """Return whether a mixture still has a weight that its checkpoint stores quantized."""
+        with self._mixed(kept):
+            return any(map(is_stored_quantized, self._candidate.model.modules()))
+
+    @contextmanager
+    def mixture(self, kept: Iterable[Difference]) -> Iterator[Predictor]:
+        """Give the candidate with some of the baseline's modules while the context lasts."""
+        self._runner.new_cache = self._candidate.new_cache
+        with self._mixed(kept):
+            yield self._runner
+
+    @contextmanager
+    def _mixed(self, kept: Iterable[Difference]) -> Iterator[None]:
+        """Mix the models; each module quantizes its inputs or not as in the predictor that it comes from."""
+        with (
+            self._baseline.set_up(),
+            self._candidate.set_up(),
+            exchanged(self._candidate.model, self._baseline.model, kept),
+        ):
+            yield
+
+    def _baseline_of(self, batch: int, step: int) -> Iterator[tuple[slice, Distribution]]:
+        """Yield the baseline's distributions of a batch, `step` rows at a time."""
+        features = self._features[batch]
+        for start in range(0, len(features), step):
+            held = self._distributions.get((batch, start))
+            p = held or Distribution(self._baseline.logits(features[start : start + step]))
+            if self._hold_distributions:
+                self._distributions[batch, start] = p
+            yield slice(start, start + step), p
+
+
+def spread(windows: Tensor, count: float) -> Tensor:
+    """Return about `count` windows, at least one, spread evenly over all windows."""
+    whole = int(min(max(count, 1), len(windows)))
+    return windows[torch.arange(whole) * len(windows) // whole]
+
+
+def as_tensor(windows: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    """Return windows of token ids as a tensor ``[B, W]``."""
+    return windows if isinstance(windows, Tensor) else torch.tensor([list(window) for window in windows])
+
+
+def _scored(features: Tensor) -> Tensor:
+    """Select the rows that predict a token of the window: ``[B, W, ...]`` to ``[B (W - 1), ...]``."""
+    return features[:, :-1].flatten(0, 1)
+
+
+def _expm1(value: float) -> float:
+    try:
+        return math.expm1(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,156 @@
+"""`attribute`: measure the damage of modules and suggest which to keep in 16 bits, within a time budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minifloat.checkpoint.progress import Progress
+from minifloat.evaluate.compare.attribution.budget import TimeBudget
+from minifloat.evaluate.compare.attribution.damage import measure_damage
+from minifloat.evaluate.compare.attribution.differences import Difference, find_differences, stored_bytes
+from minifloat.evaluate.compare.attribution.mixture import Mixtures, as_tensor
+from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
+from minifloat.evaluate.compare.models import Predictor, match_experts_implementation
+from minifloat.evaluate.compare.verdict import Tolerance, Verdict
+from minifloat.model.runtime.linear import QuantizedWeight
+from minifloat.model.runtime.lm_head import LoadedLmHead
+
+#: Fractions of the time at which measuring modules alone, and models without one module, ends; the rest is for the
+#: suggestion.
+_ALONE_ENDS, _WITHOUT_ENDS = 0.4, 0.6
+#: Passes of the search, beside those of doubling and bisection, for which the size of its sample leaves time.
+_PRUNING_PASSES = 8
+
+
+@dataclass(frozen=True)
+class ModuleDamage:
+    """The damage of one module.
+
+    Attributes:
+        module: Name of the module in the model.
+        sqnr_db: Signal-to-quantization-noise ratio in dB of the module's output, where both models' modules get the
+            baseline's inputs; Inf where the outputs are the same, NaN where the sample never ran the module.
+        kl_alone: Mean KL divergence in nats per token of the baseline with the candidate's module; None: not measured.
+        kl_without: Mean KL divergence in nats per token of the candidate with the baseline's module; None: not
+            measured.
+        extra_bytes: Bytes by which the baseline's module is larger.
+    """
+
+    module: str
+    sqnr_db: float
+    kl_alone: float | None
+    kl_without: float | None
+    extra_bytes: int
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The result of `attribute`.
+
+    Attributes:
+        rows: All modules that differ, the worst first: those with `kl_alone` sorted by it, then the others by SQNR.
+        tokens: Number of scored tokens of the sample that `rows` were measured on.
+        seconds: Time of the attribution.
+        measured: Number of rows with `kl_alone`.
+        of: Number of rows.
+        suggestion: Modules to keep in 16 bits; None if the candidate is already within the tolerance, if no override
+            can help because the models differ by something other than quantization, or if the time was up.
+    """
+
+    rows: tuple[ModuleDamage, ...]
+    tokens: int
+    seconds: float
+    measured: int
+    of: int
+    suggestion: Suggestion | None
+
+
+@torch.inference_mode()
+def attribute(
+    baseline: Predictor,
+    candidate: Predictor,
+    windows: Tensor | Sequence[Sequence[int]],
+    tolerance: Tolerance,
+    seconds: float,
+    progress: Progress | None = None,
+    confirm: Callable[[Predictor], Verdict] | None = None,
+) -> Attribution:
+    """Measure the damage of each module of the candidate, and suggest which modules to keep in 16 bits.
+
+    Modules are exchanged in place and put back, also after an interrupt. Where the candidate runs with a quantized KV
+    cache, `ModuleDamage.kl_alone` is measured without the cache and everything else with it. If one model has quantized
+    experts, both models run transformers' eager experts from then on.
+
+    Args:
+        baseline: The model that the candidate is compared with.
+        candidate: A model of the same architecture.
+        windows: ``[B, W]`` token ids with the prefix of every window; a sample of them is used.
+        tolerance: Bounds that the candidate with the suggested modules in 16 bits has to keep.
+        seconds: Approximate time of the attribution. A few passes over 512 tokens run even if they take longer.
+        progress: Called before each measurement with milliseconds spent, milliseconds in total, and its name.
+        confirm: Judges the candidate with the suggested modules on all texts, in addition to `seconds`; None: the
+            suggestion gets no verdict.
+
+    Raises:
+        UsageError: If the models have different architectures or sizes.
+        CheckpointError: If the headers of the baseline's folder, which name the weights, cannot be read.
+    """
+    budget = TimeBudget(seconds, progress)
+    match_experts_implementation([baseline, candidate])
+    with baseline.set_up(), candidate.set_up():
+        differences = find_differences(baseline.model, candidate.model)
+    if not differences:
+        budget.finish()
+        return Attribution((), 0, budget.spent, 0, 0, None)
+    windows = as_tensor(windows)
+    measured = measure_damage(baseline, candidate, differences, windows, budget, _ALONE_ENDS)
+    expected, alone = measured.expected, measured.alone
+    ranked = sorted(differences, key=lambda d: _rank(alone.get(d), expected.noise(d)))
+    without = _measure_without(measured.mixtures, [d for d in ranked if d in alone], budget)
+    extra = _extra_bytes(baseline, candidate, differences)
+    rows = tuple(ModuleDamage(d.name, expected.sqnr[d], alone.get(d), without.get(d), extra[d]) for d in ranked)
+    damage = {difference: alone.get(difference, expected.damage(difference)) for difference in ranked}
+    keepable = KeepableGroups.of(baseline, candidate, damage, extra)
+    suggestion = None
+    if keepable.groups and budget.until():
+        passes = 2 * math.ceil(math.log2(len(keepable.groups) + 1)) + 1 + _PRUNING_PASSES
+        sample = measured.sample(windows, budget.until() / passes)
+        suggestion = suggest(keepable, Mixtures(baseline, candidate, sample), tolerance, budget, confirm)
+    budget.finish()
+    return Attribution(rows, measured.mixtures.tokens, budget.spent, len(alone), len(rows), suggestion)
+
+
+def _measure_without(mixtures: Mixtures, ranked: Sequence[Difference], budget: TimeBudget) -> dict[Difference, float]:
+    """Return the KL divergences of the candidate with single modules of the baseline, as many as the time allows."""
+    without: dict[Difference, float] = {}
+    for difference in ranked:
+        if not budget.until(_WITHOUT_ENDS):
+            break
+        budget.report(f"without {difference.name}")
+        without[difference] = mixtures.measure([difference]).kl
+    return without
+
+
+def _rank(kl: float | None, noise: float) -> tuple[bool, float]:
+    """Return the sort key of a module: measured modules first, then by damage in descending order; NaN is the worst."""
+    value = noise if kl is None else kl
+    return kl is None, -math.inf if math.isnan(value) else -value
+
+
+def _extra_bytes(baseline: Predictor, candidate: Predictor, differences: Sequence[Difference]) -> dict[Difference, int]:
+    """Return the bytes by which each module is larger in the baseline's checkpoint than in the candidate's."""
+    model = baseline.model
+    quantized = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    element_bytes = round((baseline.nbytes - quantized) / max(elements, 1))
+    extra = {}
+    for difference in differences:
+        own, other = (difference.locations[0].get(predictor.model) for predictor in (baseline, candidate))
+        same_file = isinstance(other, LoadedLmHead)
+        extra[difference] = 0 if same_file else stored_bytes(own, element_bytes) - stored_bytes(other, element_bytes)
+    return extra

@@ -1,0 +1,319 @@
+"""Sentences about a comparison, shared by the page, the model card and the terminal.
+
+All functions return plain text without control characters (`visible`); the callers add their own markup.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from minifloat.evaluate.compare.attribution import Attribution, Suggestion
+from minifloat.evaluate.compare.generation import GreedyDivergence
+from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS
+from minifloat.evaluate.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
+from minifloat.evaluate.compare.positions import LateChange, PositionRange
+from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
+from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Tolerance, Verdict
+from minifloat.report.text import short_names, size_text, visible
+
+OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
+_INCREASE = "perplexity increase"
+
+
+# ------------------------------------------------------------------------------------------------- verdicts
+
+
+def tolerance_text(tolerance: Tolerance) -> str:
+    """List the bounds of a tolerance."""
+    return (
+        f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
+        f"{short(tolerance.max_kl)} nats per token, same top-1 (the share of tokens at which both models "
+        f"have the same most probable token) at least {percent(tolerance.min_same_top1)}; where a bound lies in the "
+        f"interval, the interval may end beyond it by at most {percent(tolerance.margin)} of the loss that it allows"
+    )
+
+
+def confidence_text() -> str:
+    """Explain the brackets that follow numbers."""
+    return (
+        f"Brackets are {CONFIDENCE:.0%} intervals; {NO_INTERVAL}: no interval, because there are fewer than "
+        f"{FEWEST_UNITS} documents or windows."
+    )
+
+
+def verdict_line(candidate: CandidateResult) -> str:
+    """Return the verdict and its first reason in one line, without the name of the candidate."""
+    verdict = candidate.verdict
+    if verdict.outcome is Outcome.PASSED:
+        measured = ", ".join(_measured(check) for check in verdict.checks if check.text == candidate.overall.name)
+        name, several = visible(candidate.overall.name), len(candidate.texts) > 1
+        kept = f"every bound is kept on {'every text' if several else name}{_within_margin_text(verdict)}"
+        return f"PASSED: {kept}; on {name}: {measured}" if several else f"PASSED: {kept}: {measured}"
+    first, *others = _ranked(verdict.unmet)
+    more = f"; and {len(others)} more" if others else ""
+    return f"{OUTCOMES[verdict.outcome]}: {check_text(first)}{more}"
+
+
+def _within_margin_text(verdict: Verdict) -> str:
+    """Say which bounds are kept only within the margin; empty if none."""
+    within = verdict.within_margin
+    if not within:
+        return ""
+    first, more = check_text(_ranked(within)[0]), f", and {len(within) - 1} more" if len(within) > 1 else ""
+    margin = f"a margin of {percent(verdict.tolerance.margin)} of the allowed loss"
+    return f", {len(within)} of {len(verdict.checks)} within {margin}: {first}{more}"
+
+
+def verdict_count(candidate: CandidateResult) -> str:
+    """Return the verdict and the number of checks with the same outcome."""
+    verdict = candidate.verdict
+    word = {Outcome.PASSED: "kept", Outcome.FAILED: "broken", Outcome.UNDECIDED: "undecided"}[verdict.outcome]
+    count = len(verdict.unmet) or len(verdict.checks)
+    return f"{OUTCOMES[verdict.outcome]}: {count} of {len(verdict.checks)} bounds are {word}"
+
+
+def unmet_lines(candidate: CandidateResult) -> list[str]:
+    """Return a line for each check with the outcome of the verdict, the clearest first."""
+    return [check_text(check) for check in _ranked(candidate.verdict.unmet)]
+
+
+def check_text(check: Check) -> str:
+    """Describe a check: the estimate, the bound and, if it is undecided, how near it is to its bound."""
+    bound = (
+        f"at least {_limit(check, check.bound)} is wanted"
+        if check.quantity == SAME_TOP1
+        else f"at most {_limit(check, check.bound)} is allowed"
+    )
+    undecided = check.outcome is Outcome.UNDECIDED
+    if check.within_margin or (undecided and check.estimate.known):
+        bound += f", {_limit(check, check.limit)} with the margin"
+    text = f"{_measured(check)} on {visible(check.text)} ({bound})"
+    if not undecided:
+        return text
+    if not check.estimate.known:
+        return f"{text}: too few documents or windows for an interval"
+    near = f"{text}: the bound lies in the interval; {_nearness(check)}"
+    if check.tokens_needed is None:
+        return f"{near}; without a margin no number of tokens would decide"
+    return f"{near}; about {_rounded(check.tokens_needed):,} tokens would decide"
+
+
+def _nearness(check: Check) -> str:
+    """Say how far the value is from the bound, beside half the width of the interval."""
+    estimate, as_percent = check.estimate, _is_fraction(check)
+    scale, unit = (100, " percentage points") if as_percent else (1, "")
+    distance, reach = scale * (estimate.value - check.bound), scale * (estimate.high - estimate.low) / 2
+    side = "above" if distance > 0 else "below"
+    where = f"{number(abs(distance), 2)}{unit} {side} it" if distance else "on it"
+    return f"the value lies {where}, half the interval is {number(reach, 2)} wide"
+
+
+def _rounded(count: int) -> int:
+    """Round up to two digits."""
+    unit = int(10 ** max(len(str(count)) - 2, 0))
+    return -(-count // unit) * unit
+
+
+def _measured(check: Check) -> str:
+    signed = check.quantity == _INCREASE
+    return f"{check.quantity} {with_interval(check.estimate, as_percent=_is_fraction(check), signed=signed)}"
+
+
+def _is_fraction(check: Check) -> bool:
+    """Whether the quantity is a fraction, which is written in percent."""
+    return check.quantity in (_INCREASE, SAME_TOP1)
+
+
+def _limit(check: Check, value: float) -> str:
+    return percent(value) if _is_fraction(check) else short(value)
+
+
+def _ranked(checks: Sequence[Check]) -> list[Check]:
+    """Sort checks by their distance from the bound in half widths of the interval; those without interval are last."""
+
+    def sort_key(check: Check) -> float:
+        estimate = check.estimate
+        if math.isinf(estimate.value):
+            return -math.inf
+        reach = (estimate.high - estimate.low) / 2 + 1e-12
+        return -abs(estimate.value - check.bound) / reach if estimate.known else math.inf
+
+    return sorted(checks, key=sort_key)
+
+
+def partial_text(comparison: Comparison) -> str:
+    """Say that the run was interrupted, and after how many tokens; empty if it was not."""
+    if not comparison.partial:
+        return ""
+    share = comparison.tokens_done / comparison.tokens_total
+    return (
+        f"PARTIAL: the run was interrupted after {comparison.tokens_done:,} of {comparison.tokens_total:,} tokens "
+        f"({share:.0%}); everything here is of those."
+    )
+
+
+def note_lines(comparison: Comparison) -> list[str]:
+    """Return a line for each requested measurement that failed."""
+    return [visible(note) for note in comparison.notes]
+
+
+# ------------------------------------------------------------------------------------------------- the rest
+
+
+def candidate_names(comparison: Comparison) -> list[str]:
+    """Return distinct short names of the candidates."""
+    return _short_names(comparison)[1:]
+
+
+def baseline_name(comparison: Comparison) -> str:
+    """Return a short name of the baseline that differs from those of the candidates."""
+    return _short_names(comparison)[0]
+
+
+def _short_names(comparison: Comparison) -> list[str]:
+    return short_names([comparison.baseline.name, *(candidate.model.name for candidate in comparison.candidates)])
+
+
+def size_lines(comparison: Comparison, candidate: CandidateResult) -> str:
+    """Return the sizes of the baseline and the candidate."""
+    if candidate.model.nbytes is None:
+        return "weights of unknown size"
+    return f"{weights_text(comparison.baseline)} -> {weights_text(candidate.model)} ({smaller(comparison, candidate)})"
+
+
+def weights_text(model: ModelRecord) -> str:
+    """Return the size of a model's weights."""
+    return "unknown" if model.nbytes is None else size_text(model.nbytes)
+
+
+def formats_text(model: ModelRecord) -> str:
+    """Return the formats that a model computed in besides that of its weights."""
+    if model.served is not None:
+        return served_text(model.served)
+    lm_head = f", output layer in {model.lm_head}" if model.lm_head else ""
+    cache = f", keys and values in {model.kv_cache}" if model.kv_cache else ""
+    return visible(f"inputs of the linears in {model.activations}{lm_head}{cache}")
+
+
+def served_text(served: ServedRecord) -> str:
+    """Say what the numbers of a served model are worth."""
+    return visible(
+        f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} tokens, "
+        f"and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability on average; "
+        "perplexity and same top-1 are exact"
+    )
+
+
+def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
+    """Say how many times smaller than the baseline the candidate is; empty if the size is unknown."""
+    before, after = comparison.baseline.nbytes, candidate.model.nbytes
+    return "" if before is None or after is None else f"{before / max(after, 1):.2f}x smaller"
+
+
+def position_label(positions: PositionRange) -> str:
+    """Return the first and last position of a range."""
+    return f"{positions.low:,} to {positions.high:,}"
+
+
+def late_text(late: LateChange) -> str:
+    """Say whether the models differ more late in the windows than early in them."""
+    where = f"positions from {late.late_start:,} on"
+    change = with_interval(late.change, signed=True)
+    found = (
+        f"mean KL {number(late.late_kl, 3)} there and {number(late.early_kl, 3)} at positions below "
+        f"{late.early_end:,}, change {change} nats per token"
+    )
+    if not late.change.known:
+        return f"Too few documents or windows to say whether {where} are worse: {found}"
+    if late.worse:
+        return f"Late positions are worse: the models differ more at {where}: {found}"
+    return f"Late positions are not significantly worse: at {where}: {found}"
+
+
+def generation_text(generation: GreedyDivergence) -> str:
+    """Describe where greedy continuations diverge."""
+    same = with_interval(generation.identical_fraction, as_percent=True)
+    match = with_interval(generation.mean_prefix_match, as_percent=True)
+    half = (
+        f"half of them had parted by token {generation.median:g}"
+        if generation.median is not None
+        else "most never parted"
+    )
+    return (
+        f"{generation.prompts - generation.parted} of {generation.prompts} prompts ({same}) were continued by the same "
+        f"{generation.new_tokens} tokens; {half}; on average the first {match} of a continuation were the same"
+    )
+
+
+def attribution_text(attribution: Attribution) -> str:
+    """Describe the measurements behind the table of modules."""
+    return (
+        f"{attribution.measured} of {attribution.of} modules were measured alone, on {attribution.tokens:,} tokens, "
+        f"in {number(attribution.seconds, 2)} s"
+    )
+
+
+def suggestion_text(suggestion: Suggestion) -> str:
+    """Describe the effect of leaving the suggested modules unquantized, with the verdict on all texts if it has one."""
+    sample = f"the {suggestion.tokens:,} tokens of the sample"
+    more_time = "" if suggestion.finished else "; the time was up before fewer modules were tried (--attribute-seconds)"
+    if suggestion.everything and not suggestion.reaches:
+        return (
+            f"On {sample}, it is outside of the tolerance even with every module unquantized: the models differ by "
+            "more than the modules that an override of quantize keeps"
+        )
+    if suggestion.everything:
+        only = "only " if suggestion.finished else ""
+        return (
+            f"On {sample}, {only}with every module unquantized it is inside the tolerance"
+            f"{more_time or ': another scheme is the better answer'}"
+        )
+    count = len(suggestion.modules)
+    modules = f"{count} {'module' if count == 1 else 'modules'}"
+    effect = (
+        f"Leaving {modules} unquantized costs {size_text(suggestion.extra_bytes)} and brings the mean KL "
+        f"from {number(suggestion.kl_before, 3)} to {number(suggestion.kl_after, 3)} and the perplexity increase to "
+        f"{change(suggestion.ppl_increase_after)} on {sample}{more_time}"
+    )
+    if suggestion.verdict is not None:
+        return f"{effect}. {_confirmed_text(suggestion.verdict)}"
+    end = f"{'inside' if suggestion.reaches else 'not yet inside'} the tolerance there, without an interval"
+    return f"{effect}: {end}. It is no verdict on all texts: quantize with these options and compare"
+
+
+def _confirmed_text(verdict: Verdict) -> str:
+    """Describe the verdict on a suggestion, measured on all texts."""
+    if verdict.outcome is Outcome.PASSED:
+        last = verdict.checks[-1].text
+        measured = ", ".join(_measured(check) for check in verdict.checks if check.text == last)
+        within = _within_margin_text(verdict)
+        return f"Measured on every text, it is inside the tolerance{within}; on {visible(last)}: {measured}"
+    first, *others = _ranked(verdict.unmet)
+    more = f"; and {len(others)} more" if others else ""
+    said = "outside of the tolerance" if verdict.outcome is Outcome.FAILED else "not decided"
+    return f"Measured on every text, it is {said}: {check_text(first)}{more}"
+
+
+def override_options(suggestion: Suggestion | None) -> list[str]:
+    """Return options for ``minifloat quantize``; none if there is no suggestion, or if it keeps every module."""
+    if suggestion is None or suggestion.everything:
+        return []
+    return [f"--override {shlex.quote(visible(override))}" for override in suggestion.overrides]
+
+
+def machine_facts(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the machine; values that are None are left out."""
+    for key, value in machine.items():
+        if value is not None:
+            yield visible(key.replace("_", " ")), _brief(value)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_brief(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_brief, value))
+    return number(value) if isinstance(value, float) else visible(str(value))

@@ -1,0 +1,209 @@
+"""The result of a comparison as plain values, for the terminal, for JSON and for the reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from minifloat.evaluate.compare.attribution import Attribution
+from minifloat.evaluate.compare.generation import GreedyDivergence
+from minifloat.evaluate.compare.summary import Summary
+from minifloat.evaluate.compare.tasks import TaskDifference
+from minifloat.evaluate.compare.verdict import Outcome, Verdict, worst_outcome
+from minifloat.report.short import ShortReport
+
+#: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class LikelyToken:
+    """A token that a model predicts, and its probability.
+
+    Attributes:
+        token: Text of the token.
+        probability: Between 0 and 1.
+    """
+
+    token: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token at which the predictions of the two models differ most.
+
+    Attributes:
+        text: Name of the text.
+        document: Number of the document in the text, from 0.
+        position: Number of the token in the document, from 0.
+        context: Text before the token.
+        token: The token that the text has here.
+        kl: KL divergence in nats.
+        baseline: The baseline's five most probable tokens, the most probable first.
+        candidate: The candidate's five most probable tokens, likewise.
+    """
+
+    text: str
+    document: int
+    position: int
+    context: str
+    token: str
+    kl: float
+    baseline: tuple[LikelyToken, ...]
+    candidate: tuple[LikelyToken, ...]
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """A text that the models were compared on.
+
+    Attributes:
+        name: Name of the text.
+        documents: Number of documents that were read.
+        tokens: Number of tokens that were read.
+        sha256: SHA-256 of these tokens' ids.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ServedRecord:
+    """A model that a server runs, and how much of its predictions the server gives.
+
+    Attributes:
+        url: Address of the server.
+        model: Name of the model there.
+        alternatives: Number of most probable tokens whose probabilities it gives at each position.
+        unnamed_share: Mean probability, by the baseline, of all other tokens but that of the text.
+    """
+
+    url: str
+    model: str
+    alternatives: int
+    unnamed_share: float
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """One of the models.
+
+    Attributes:
+        name: Folder of the model, or model and address of a server.
+        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model; None for a server.
+        activations: Format in which the quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, or the
+            name of the 16- or 32-bit format where they ran weight-only (``"BF16"``); with counts where weights differ.
+        kv_cache: Format that keys and values were rounded to; None if they were not rounded.
+        lm_head: Format of the output layer, and whether it was quantized while it was loaded; empty if there is none.
+        served: The server that runs the model; None if the comparison ran it. Its KL divergences are lower bounds.
+    """
+
+    name: str
+    nbytes: int | None
+    activations: str
+    kv_cache: str | None = None
+    lm_head: str = ""
+    served: ServedRecord | None = None
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """The results of one candidate.
+
+    Attributes:
+        model: The candidate.
+        texts: One summary per text.
+        overall: Summary of all texts together, each token counting the same.
+        verdict: Whether the candidate is within the tolerance.
+        worst: Tokens at which it differs most from the baseline, the largest difference first.
+        generation: Greedy continuations; None if not requested.
+        attribution: Damage by module; None if not requested.
+        tasks: Scores of tasks; empty if none were requested.
+    """
+
+    model: ModelRecord
+    texts: tuple[Summary, ...]
+    overall: Summary
+    verdict: Verdict
+    worst: tuple[WorstToken, ...]
+    generation: GreedyDivergence | None = None
+    attribution: Attribution | None = None
+    tasks: tuple[TaskDifference, ...] = ()
+
+    @property
+    def summaries(self) -> tuple[Summary, ...]:
+        """The summaries of the texts, and of all texts together where there are several."""
+        return (*self.texts, self.overall) if len(self.texts) > 1 else self.texts
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(ShortReport):
+    """The result of `compare_models`.
+
+    Attributes:
+        baseline: The model that the candidates are compared with.
+        candidates: At least one.
+        window: Tokens per window.
+        dtype: Dtype of the baseline's activations, for example ``"bfloat16"``.
+        texts: The texts.
+        tokens_done: Tokens that all models have seen.
+        tokens_total: Tokens of all texts; more than `tokens_done` if the run was interrupted.
+        seconds: Time of the scoring pass.
+        machine: Versions, processors, date.
+        command: The command line; empty if the comparison was made from Python.
+        notes: Requested measurements that failed, each with the reason.
+    """
+
+    baseline: ModelRecord
+    candidates: tuple[CandidateResult, ...]
+    window: int
+    dtype: str
+    texts: tuple[TextRecord, ...]
+    tokens_done: int
+    tokens_total: int
+    seconds: float
+    machine: dict[str, Any]
+    command: str = ""
+    notes: tuple[str, ...] = ()
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "baseline": self.baseline.name,
+            "tokens": f"{self.tokens_done:,} of {self.tokens_total:,}",
+            **{candidate.model.name: candidate.verdict.outcome.value for candidate in self.candidates},
+        }
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run was interrupted."""
+        return self.tokens_done < self.tokens_total
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst outcome of all candidates."""
+        return worst_outcome([candidate.verdict.outcome for candidate in self.candidates])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON values; a number that is not finite becomes None."""
+        values = {field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {"schema_version": SCHEMA_VERSION, "outcome": self.outcome.value, "partial": self.partial} | values
+
+
+def _jsonable(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,151 @@
+"""Phi-3 and 4, GLM-4 and its mixtures, dots.llm1, MiniMax-M2: partial rotary embeddings, routers by sigmoid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minifloat.model.architecture.decoder import parts
+from minifloat.model.architecture.decoder.plan import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NotNative,
+    RouterPlan,
+)
+
+
+def phi3(config: Any) -> DecoderPlan:
+    """Return the plan of a Phi-3 or Phi-4: q, k and v are one linear, and so are gate and up."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        attention = parts.attention(config, index)
+        rows = sum(linear.shape[0] for linear in attention.qkv)
+        name = f"{parts.layer_name(index)}.self_attn.qkv_proj"
+        attention = replace(
+            attention,
+            qkv=(LinearPlan(name, (rows, int(config.hidden_size))),),
+            window=config.sliding_window,
+            rotary=parts.rotary(config, attention.head_dim, partial=True),
+        )
+        return parts.pre_norm_layer(config, index, attention, _fused_mlp(config, index))
+
+    return parts.decoder(config, layer)
+
+
+def glm(config: Any) -> DecoderPlan:
+    """Return the plan of a GLM-4 of the first kind: neighbouring dimensions turn together."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        return parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
+
+    return parts.decoder(config, layer)
+
+
+def glm4(config: Any) -> DecoderPlan:
+    """Return the plan of a GLM-4-0414: norms of both results besides."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        plan = parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
+        return replace(
+            plan,
+            attention_norm=parts.rms_norm(config, f"{plan.name}.post_self_attn_layernorm"),
+            result_norm=parts.rms_norm(config, f"{plan.name}.post_mlp_layernorm"),
+        )
+
+    return parts.decoder(config, layer)
+
+
+def glm4_moe(config: Any) -> DecoderPlan:
+    """Return the plan of a GLM-4.5 to 4.7: experts by sigmoid, in groups, and shared experts."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        attention = parts.attention(config, index, bias=bool(config.attention_bias))
+        rotary = parts.rotary(config, attention.head_dim, partial=True)
+        norms = parts.head_norms(config, index) if config.use_qk_norm else {}
+        attention = replace(attention, rotary=rotary, **norms)
+        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
+
+    return parts.decoder(config, layer)
+
+
+def dots1(config: Any) -> DecoderPlan:
+    """Return the plan of a dots.llm1: norms of heads, windows in some layers, experts as in GLM-4.5."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        bias = bool(config.attention_bias)
+        attention = parts.attention(config, index, bias=bias, out_bias=bias)
+        window = parts.sliding_window(config, index)
+        attention = replace(attention, window=window, **parts.head_norms(config, index))
+        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
+
+    return parts.decoder(config, layer)
+
+
+def minimax_m2(config: Any) -> DecoderPlan:
+    """Return the plan of a MiniMax-M2: norms of q and k over all heads, experts by sigmoid in one group."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        attention = parts.attention(config, index)
+        rotary = parts.rotary(config, attention.head_dim, partial=True)
+        attention = replace(attention, rotary=rotary, **parts.whole_norms(config, index))
+        name = f"{parts.layer_name(index)}.mlp"
+        router = RouterPlan(
+            f"{name}.gate.weight",
+            int(config.num_experts_per_tok),
+            kind="sigmoid",
+            normalize=True,
+            correction=f"{name}.e_score_correction_bias",
+        )
+        experts = parts.experts(config, name, int(config.num_local_experts), int(config.intermediate_size), router)
+        return parts.pre_norm_layer(config, index, attention, experts)
+
+    return replace(parts.decoder(config, layer), renamings=parts.W1_W2_W3)
+
+
+def _attention(config: Any, index: int) -> AttentionPlan:
+    attention = parts.attention(config, index, bias=bool(config.attention_bias))
+    rotary = parts.rotary(config, attention.head_dim, partial=True, interleaved=True)
+    return replace(attention, rotary=rotary)
+
+
+def _fused_mlp(config: Any, index: int) -> MlpPlan:
+    name = f"{parts.layer_name(index)}.mlp"
+    return parts.fused_mlp(config, name, int(config.intermediate_size), ("gate_up_proj", "down_proj"))
+
+
+def _experts_of(config: Any) -> int:
+    count = getattr(config, "n_routed_experts", None) or getattr(config, "num_local_experts", None)
+    if count is None:
+        raise NotNative("its config states no number of experts")
+    return int(count)
+
+
+def experts_in_groups(config: Any, index: int, *, dense: bool | None = None) -> MlpPlan | ExpertsPlan:
+    """Return the experts of a layer behind a router in groups, or its MLP.
+
+    Args:
+        config: The config.
+        index: Index of the layer.
+        dense: Whether it has an MLP; None: whether it is one of the first layers, as ``first_k_dense_replace`` says.
+    """
+    name = f"{parts.layer_name(index)}.mlp"
+    if index < config.first_k_dense_replace if dense is None else dense:
+        return parts.mlp(config, name, int(config.intermediate_size))
+    router = RouterPlan(
+        f"{name}.gate.weight",
+        int(config.num_experts_per_tok),
+        kind="sigmoid",
+        normalize=bool(config.norm_topk_prob),
+        correction=f"{name}.gate.e_score_correction_bias",
+        groups=int(config.n_group or 1),
+        groups_kept=int(config.topk_group or 1),
+        factor=float(config.routed_scaling_factor),
+    )
+    intermediate = int(config.moe_intermediate_size)
+    plan = parts.experts(config, name, _experts_of(config), intermediate, router)
+    shared = intermediate * int(config.n_shared_experts or 0)
+    return replace(plan, shared=parts.mlp(config, f"{name}.shared_experts", shared)) if shared else plan

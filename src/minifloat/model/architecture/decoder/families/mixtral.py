@@ -1,0 +1,107 @@
+"""Mixtures of experts whose router is a softmax over all experts: Mixtral, Qwen, OLMoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minifloat.model.architecture.decoder import parts
+from minifloat.model.architecture.decoder.plan import (
+    DecoderPlan,
+    ExpertsPlan,
+    LayerPlan,
+    MlpPlan,
+    NotNative,
+    RouterPlan,
+)
+
+
+def mixtral(config: Any) -> DecoderPlan:
+    """Return the plan of a Mixtral."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        attention = replace(parts.attention(config, index), window=config.sliding_window)
+        name = f"{parts.layer_name(index)}.mlp"
+        router = RouterPlan(f"{name}.gate.weight", int(config.num_experts_per_tok), normalize=True)
+        experts = parts.experts(config, name, int(config.num_local_experts), int(config.intermediate_size), router)
+        return parts.pre_norm_layer(config, index, attention, experts)
+
+    return replace(parts.decoder(config, layer), renamings=parts.W1_W2_W3)
+
+
+def qwen2_moe(config: Any) -> DecoderPlan:
+    """Return the plan of a Qwen 2 mixture: a shared expert behind a gate."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        attention = parts.attention(config, index, bias=bool(config.qkv_bias))
+        attention = replace(attention, window=parts.sliding_window(config, index))
+        mlp = _qwen_mlp(config, index)
+        if isinstance(mlp, ExpertsPlan):
+            name = f"{parts.layer_name(index)}.mlp"
+            shared = parts.mlp(config, f"{name}.shared_expert", int(config.shared_expert_intermediate_size))
+            mlp = replace(mlp, shared=shared, shared_gate=f"{name}.shared_expert_gate.weight")
+        return parts.pre_norm_layer(config, index, attention, mlp)
+
+    return parts.decoder(config, layer)
+
+
+def qwen3_moe(config: Any) -> DecoderPlan:
+    """Return the plan of a Qwen 3 mixture: norms of heads."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        bias, window = bool(config.attention_bias), config.sliding_window
+        attention = parts.attention(config, index, bias=bias, out_bias=bias)
+        attention = replace(attention, window=window, **parts.head_norms(config, index))
+        return parts.pre_norm_layer(config, index, attention, _qwen_mlp(config, index))
+
+    return parts.decoder(config, layer)
+
+
+def qwen3_vl_moe(config: Any) -> DecoderPlan:
+    """Return the plan of the text model of a Qwen3-VL mixture: weights of experts always sum to 1."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        bias = bool(config.attention_bias)
+        attention = parts.attention(config, index, bias=bias, out_bias=bias)
+        attention = replace(attention, **parts.head_norms(config, index))
+        mlp = _qwen_mlp(config, index)
+        if isinstance(mlp, ExpertsPlan):
+            mlp = replace(mlp, router=replace(mlp.router, normalize=True), either=True)
+        return parts.pre_norm_layer(config, index, attention, mlp)
+
+    return parts.decoder(config, layer)
+
+
+def olmoe(config: Any) -> DecoderPlan:
+    """Return the plan of an OLMoE: norms of q and k over all heads.
+
+    Raises:
+        NotNative: If q, k and v are clipped, which is done after the norms.
+    """
+    if config.clip_qkv is not None:
+        raise NotNative("it clips q and k after their norms (clip_qkv)")
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        bias = bool(config.attention_bias)
+        attention = parts.attention(config, index, bias=bias, out_bias=bias)
+        attention = replace(attention, **parts.whole_norms(config, index))
+        name = f"{parts.layer_name(index)}.mlp"
+        router = _qwen_router(config, name)
+        experts = parts.experts(config, name, int(config.num_experts), int(config.intermediate_size), router)
+        return parts.pre_norm_layer(config, index, attention, experts)
+
+    return parts.decoder(config, layer)
+
+
+def _qwen_mlp(config: Any, index: int) -> MlpPlan | ExpertsPlan:
+    name = f"{parts.layer_name(index)}.mlp"
+    is_sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
+    if not is_sparse or index in config.mlp_only_layers:
+        return parts.mlp(config, name, int(config.intermediate_size))
+    count, intermediate = int(config.num_experts), int(config.moe_intermediate_size)
+    return parts.experts(config, name, count, intermediate, _qwen_router(config, name))
+
+
+def _qwen_router(config: Any, name: str) -> RouterPlan:
+    normalize = bool(getattr(config, "norm_topk_prob", False))
+    return RouterPlan(f"{name}.gate.weight", int(config.num_experts_per_tok), normalize=normalize)

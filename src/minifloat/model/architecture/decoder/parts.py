@@ -1,0 +1,246 @@
+"""Parts of decoders as most families have them; a family replaces what it does differently (`dataclasses.replace`).
+
+Names are those of transformers' Llama. A config is a `DecoderConfig`, or transformers' config of the text model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minifloat.model.architecture.decoder.plan import (
+    ActivationPlan,
+    AttentionPlan,
+    DecoderPlan,
+    DeltaPlan,
+    ExpertsPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+    NotNative,
+    RotaryPlan,
+    RouterPlan,
+)
+
+#: Types of rotary embeddings whose frequencies do not depend on the length of the text; those of "longrope" are chosen
+#: once for all texts (`DecoderPlan.with_long_factors`).
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
+#: Names of rotary embeddings in older configs; of "mrope" the coordinates of a position are equal in text.
+_OTHER_NAMES = {"mrope": "default", "su": "longrope"}
+#: Names of activation functions in configs, and in plans.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+#: Names on disk of experts that are stored one by one, as Mixtral has them.
+W1_W2_W3 = (
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+)
+
+
+def layer_name(index: int) -> str:
+    """Return the name of a layer's module."""
+    return f"model.layers.{index}"
+
+
+def head_size(config: Any) -> int:
+    """Return the size of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rms_norm(config: Any, name: str, size: int | None = None) -> NormPlan:
+    """Return the RMS norm of a module, by default of the residual stream."""
+    return NormPlan(f"{name}.weight", (config.hidden_size if size is None else size,), float(config.rms_norm_eps))
+
+
+def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: bool) -> RotaryPlan:
+    """Return the rotary embedding of a config.
+
+    Args:
+        config: The config.
+        head_dim: Size of a head.
+        layer_type: Type of the layer, for configs that have an embedding for each type.
+        how: Further fields of the plan.
+
+    Raises:
+        NotNative: If the type of the embedding is another than `ROPE_TYPES`.
+    """
+    parameters = config.rope_parameters
+    if layer_type is not None and isinstance(parameters.get(layer_type), dict):
+        parameters = parameters[layer_type]
+    reason = _why_not_rope_type(parameters)
+    if reason:
+        raise NotNative(reason)
+    how["partial"] = how.get("partial", False) and parameters.get("rope_type", "default") == "default"
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in parameters.items()}
+    return RotaryPlan(tuple(sorted(values.items())), head_dim, int(config.max_position_embeddings), **how)
+
+
+def why_not_rope(config: Mapping[str, Any]) -> str:
+    """Return why the decoders do not support the rotary embedding of a text model's config.json; empty if they do."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [value for value in stated.values() if isinstance(value, Mapping)]
+    return next((reason for reason in map(_why_not_rope_type, nested or [stated]) if reason), "")
+
+
+def _why_not_rope_type(parameters: Mapping[str, Any]) -> str:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = _OTHER_NAMES.get(kind, kind)
+    return "" if kind in ROPE_TYPES else f"its rotary embedding is {kind!r}, not one of {', '.join(ROPE_TYPES)}"
+
+
+def sliding_window(config: Any, index: int) -> int | None:
+    """Return the window of a layer where ``layer_types`` says which layers have one."""
+    kind = config.layer_types[index]
+    if kind not in ("sliding_attention", "full_attention"):
+        raise NotNative(f"layer {index} has {kind!r}")
+    return int(config.sliding_window) if kind == "sliding_attention" and config.sliding_window else None
+
+
+def attention(config: Any, index: int, *, bias: bool = False, out_bias: bool = False) -> AttentionPlan:
+    """Return attention with one rotary embedding, without norms and window.
+
+    Args:
+        config: The config.
+        index: Index of the layer.
+        bias: Whether q, k and v have biases.
+        out_bias: Whether the projection of the result has one.
+    """
+    name, hidden, d = f"{layer_name(index)}.self_attn", int(config.hidden_size), head_size(config)
+    heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+    return AttentionPlan(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=d,
+        scale=d**-0.5,
+        qkv=(
+            LinearPlan(f"{name}.q_proj", (heads * d, hidden), bias),
+            LinearPlan(f"{name}.k_proj", (kv_heads * d, hidden), bias),
+            LinearPlan(f"{name}.v_proj", (kv_heads * d, hidden), bias),
+        ),
+        out=LinearPlan(f"{name}.o_proj", (hidden, heads * d), out_bias),
+        rotary=rotary(config, d),
+    )
+
+
+def head_norms(config: Any, index: int) -> dict[str, Any]:
+    """Return the fields of RMS norms of each head of q and k."""
+    name, d = f"{layer_name(index)}.self_attn", head_size(config)
+    return {"q_norm": rms_norm(config, f"{name}.q_norm", d), "k_norm": rms_norm(config, f"{name}.k_norm", d)}
+
+
+def whole_norms(config: Any, index: int) -> dict[str, Any]:
+    """Return the fields of RMS norms of q and k over all heads."""
+    name, d = f"{layer_name(index)}.self_attn", head_size(config)
+    return {
+        "q_norm": rms_norm(config, f"{name}.q_norm", config.num_attention_heads * d),
+        "k_norm": rms_norm(config, f"{name}.k_norm", config.num_key_value_heads * d),
+        "whole_norms": True,
+    }
+
+
+def activation(config: Any, *, gated: bool = True) -> ActivationPlan:
+    """Return the function of a config's MLPs.
+
+    Raises:
+        NotNative: If there is no such function.
+    """
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in ACTIVATIONS:
+        raise NotNative(f"its activation is {name!r}, not one of {', '.join(ACTIVATIONS)}")
+    return ActivationPlan(ACTIVATIONS[name], gated)
+
+
+def mlp(config: Any, name: str, intermediate: int, *, bias: bool = False) -> MlpPlan:
+    """Return a gated MLP of three linears."""
+    hidden = int(config.hidden_size)
+    return MlpPlan(
+        gate_up=(
+            LinearPlan(f"{name}.gate_proj", (intermediate, hidden), bias),
+            LinearPlan(f"{name}.up_proj", (intermediate, hidden), bias),
+        ),
+        down=LinearPlan(f"{name}.down_proj", (hidden, intermediate), bias),
+        activation=activation(config),
+    )
+
+
+def fused_mlp(config: Any, name: str, intermediate: int, names: tuple[str, str]) -> MlpPlan:
+    """Return a gated MLP whose gate and up are one linear; `names`: of that, and of the last linear."""
+    hidden = int(config.hidden_size)
+    return MlpPlan(
+        gate_up=(LinearPlan(f"{name}.{names[0]}", (2 * intermediate, hidden)),),
+        down=LinearPlan(f"{name}.{names[1]}", (hidden, intermediate)),
+        activation=activation(config),
+    )
+
+
+def plain_mlp(config: Any, name: str, names: tuple[str, str], *, bias: bool = False) -> MlpPlan:
+    """Return an MLP without a gate; `names`: of its two linears."""
+    hidden, intermediate = int(config.hidden_size), int(config.intermediate_size)
+    return MlpPlan(
+        gate_up=(LinearPlan(f"{name}.{names[0]}", (intermediate, hidden), bias),),
+        down=LinearPlan(f"{name}.{names[1]}", (hidden, intermediate), bias),
+        activation=activation(config, gated=False),
+    )
+
+
+def experts(config: Any, name: str, count: int, intermediate: int, router: RouterPlan) -> ExpertsPlan:
+    """Return experts that are stored one by one or fused.
+
+    Args:
+        config: The config.
+        name: Name of the module that has the experts.
+        count: Number of experts.
+        intermediate: Columns of the last linear of each.
+        router: What chooses them.
+    """
+    return ExpertsPlan(
+        router=router,
+        gate_up=f"{name}.experts.gate_up_proj",
+        down=f"{name}.experts.down_proj",
+        count=count,
+        shape=(intermediate, int(config.hidden_size)),
+        experts=tuple(mlp(config, f"{name}.experts.{index}", intermediate) for index in range(count)),
+        activation=activation(config),
+    )
+
+
+def pre_norm_layer(
+    config: Any, index: int, attention: AttentionPlan | DeltaPlan, mlp: MlpPlan | ExpertsPlan
+) -> LayerPlan:
+    """Return a layer with RMS norms before attention and before the MLP."""
+    name = layer_name(index)
+    return LayerPlan(
+        name=name,
+        input_norm=rms_norm(config, f"{name}.input_layernorm"),
+        attention=attention,
+        mlp_norm=rms_norm(config, f"{name}.post_attention_layernorm"),
+        mlp=mlp,
+    )
+
+
+def decoder(config: Any, layer: Callable[[Any, int], LayerPlan], norm: NormPlan | None = None) -> DecoderPlan:
+    """Return a model.
+
+    Args:
+        config: The config.
+        layer: Returns the layer of an index.
+        norm: The norm before the last linear; None: an RMS norm.
+    """
+    hidden = int(config.hidden_size)
+    return DecoderPlan(
+        hidden=hidden,
+        layers=tuple(layer(config, index) for index in range(config.num_hidden_layers)),
+        embedding="model.embed_tokens.weight",
+        norm=norm or rms_norm(config, "model.norm"),
+        lm_head=LinearPlan("lm_head", (int(config.vocab_size), hidden)),
+    )

@@ -1,0 +1,122 @@
+"""Layouts: names, dtypes and shapes of the tensors of quantized weights, and the config, for each server family.
+
+    compressed_tensors.py   vLLM, SGLang, transformers; every scheme; written and read
+    int_pack.py             its packs of INT4 and INT8, with and without zero points: read
+    fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor,
+                            DeepSeek-V4 with MXFP4 experts: read)
+    gpt_oss.py              `quant_method: mxfp4` (the fused experts of gpt-oss): written and read
+    modelopt.py             NVIDIA ModelOpt's unified export: written and read
+    reading.py, values.py   the bytes of a stored weight, decoded a few rows at a time
+
+`describe` reads config and headers of a checkpoint of any layout. `WRITERS` holds the layouts that `quantize` writes,
+`TARGETS` those that `convert` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import ConfigError, UnsupportedTensorError, lookup
+from minifloat.model.architecture.roles import text_config
+from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, modelopt
+from minifloat.model.layouts.contradictions import refuse_contradictions
+from minifloat.model.layouts.reading import read_weight
+from minifloat.model.layouts.stored import Description, StoredWeight
+from minifloat.model.layouts.writing import WeightTensors, WriteLayout
+from minifloat.numerics.scheme import Scheme
+
+__all__ = ["READERS", "TARGETS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
+__all__ += ["choose_writer", "describe", "get_writer", "read_weight"]
+
+#: Function that describes a checkpoint, by the `quant_method` of its config.
+READERS = {
+    "compressed-tensors": compressed_tensors.describe,
+    "fp8": fp8.describe,
+    "mxfp8": fp8.describe,
+    "mxfp4": gpt_oss.describe,
+    "modelopt": modelopt.describe,
+    "modelopt_fp4": modelopt.describe,
+}
+
+#: Layouts that `quantize` writes, by name on the command line.
+WRITERS: dict[str, WriteLayout] = {
+    layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER, gpt_oss.WRITER)
+}
+
+#: Layouts that `convert` writes. `quantize` cannot write SGLang's MXFP8 and most formats of ModelOpt: they require
+#: quantized inputs that no scheme of `quantize` has, or a global scale that multiplies, while its cast writes divisors.
+TARGETS: dict[str, WriteLayout] = {
+    layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER, modelopt.WRITER, fp8.MXFP8_WRITER)
+}
+
+#: Integer dtypes of codes, and how the names of codes end.
+_PACK_DTYPES = ("U8", "I8", "I32")
+_WEIGHTS = (".weight", ".weight_packed")
+
+
+def get_writer(name: str) -> WriteLayout:
+    """Return the layout `name` of `WRITERS`.
+
+    Raises:
+        UnknownNameError: If there is no such layout; the message lists the valid names.
+    """
+    return lookup("layout", name, WRITERS)
+
+
+def choose_writer(name: str | None, config: Mapping[str, Any], scheme: Scheme) -> WriteLayout:
+    """Return the layout that `quantize` writes.
+
+    Args:
+        name: A name of `WRITERS`; None for the default: gpt-oss' own layout for gpt-oss in MXFP4, else
+            compressed-tensors.
+        config: The content of config.json.
+        scheme: What the model is quantized to.
+
+    Raises:
+        UnknownNameError: If there is no such layout; the message lists the valid names.
+    """
+    if name is not None:
+        return get_writer(name)
+    is_gpt_oss = text_config(config).get("model_type") == gpt_oss.MODEL_TYPE
+    return gpt_oss.WRITER if is_gpt_oss and gpt_oss.WRITER.holds(scheme) else compressed_tensors.WRITER
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Describe the quantized weights of a checkpoint from its config and headers.
+
+    A checkpoint without a quantization_config is described as not quantized. The sizes in the config are compared with
+    the tensors first.
+
+    Raises:
+        ConfigError: If the quant_method is not in `READERS`, or the config contradicts the tensors.
+        UnsupportedTensorError: If a tensor of 8-bit float or packed codes belongs to no weight.
+    """
+    refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
+    config = checkpoint.quantization_config
+    if config is None:
+        description = Description(layout=None)
+    else:
+        method = str(config.get("quant_method") or ("modelopt" if "quantization" in config else "compressed-tensors"))
+        if method not in READERS:
+            raise ConfigError(
+                checkpoint.path / "config.json", f"quant_method {method!r} is not one of: {', '.join(READERS)}"
+            )
+        description = READERS[method](checkpoint, config)
+    _refuse_orphans(checkpoint, description)
+    return description
+
+
+def _refuse_orphans(checkpoint: Checkpoint, description: Description) -> None:
+    """Raise if a tensor of codes has no scale, so that codes are never read as weights."""
+    known = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
+    for name, info in checkpoint.tensors.items():
+        is_float = info.dtype.startswith(("F8_", "F4"))
+        is_pack = info.dtype in _PACK_DTYPES and len(info.shape) > 1 and name.endswith(_WEIGHTS)
+        if (is_float or is_pack) and name not in known:
+            raise UnsupportedTensorError(
+                name,
+                f"{info.dtype} codes without a scale that the {description.layout or 'unquantized'} layout names: the "
+                "checkpoint is damaged or incomplete, download it again",
+            )

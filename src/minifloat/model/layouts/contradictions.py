@@ -1,0 +1,116 @@
+"""`refuse_contradictions`: an error for a config.json whose sizes contradict the tensors beside it.
+
+A wrong number of layers would be quantized in silence and fail in the engine, hours later, and a million of them would
+be built before the first is missed. So `describe` compares before anything is built. Compared are the sizes that every
+family means alike; a size that the config does not tell is not compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint import CONFIG_FILE, TensorInfo
+from minifloat.errors import ConfigError
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.mtp import decoder_layer, is_own_part, mtp_layers
+from minifloat.model.architecture.roles import EXPERTS, text_config
+
+_EXPERT = re.compile(r"^(?P<block>.*\.experts)\.(?P<index>\d+)\.")
+_NORM = re.compile(r"^((model|language_model)\.)*layers\.\d+\.input_layernorm\.weight$")
+_FUSED_DIMENSIONS = 3
+#: Names of the number of layers, by family.
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+#: Layers that may be more than there are tensors, because some families have one layer's weights many times.
+_FEW_LAYERS = 256
+
+
+def refuse_contradictions(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], folder: Path) -> None:
+    """Raise an error if the number of layers, the hidden size or the number of experts contradict the tensors.
+
+    Args:
+        config: The content of config.json.
+        tensors: All tensors of the checkpoint by name.
+        folder: The folder, for messages.
+
+    Raises:
+        ConfigError: They do; the message names the field, a tensor, and the cure.
+    """
+    path = folder / CONFIG_FILE
+    _check_layers(config, tensors, path)
+    _check_hidden(config, tensors, path)
+    _check_experts(config, tensors, path)
+
+
+def _size(config: Mapping[str, Any], *names: str) -> tuple[str, int] | None:
+    """Return the first of these fields that is a positive integer, with its name."""
+    text = text_config(config)
+    found = ((name, text.get(name)) for name in names)
+    return next(((name, size) for name, size in found if type(size) is int and size > 0), None)
+
+
+def _check_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    declared = _size(config, *_LAYERS)
+    if declared is not None and declared[1] > max(len(tensors), _FEW_LAYERS):
+        raise ConfigError(
+            path, f"{declared[0]} is {declared[1]}, and there are only {len(tensors)} tensors: correct {declared[0]}"
+        )
+    layers: dict[int, list[str]] = defaultdict(list)
+    for name in tensors:
+        index = decoder_layer(name)
+        if index is not None:
+            layers[index].append(name)
+    if declared is None or not layers:
+        return
+    field, count = declared
+    missing = next((index for index in range(count) if index not in layers), None)
+    if missing is not None:
+        raise ConfigError(
+            path,
+            f"{field} is {count}, and no tensor belongs to layer {missing}; found layers "
+            f"{min(layers)} to {max(layers)}: download the missing shards, or correct {field}",
+        )
+    for index in range(count, max(layers) + 1):
+        names = layers.get(index, [])
+        if names and index >= count + mtp_layers(config) and not any(is_own_part(name) for name in names):
+            raise ConfigError(
+                path,
+                f"{field} is {count}, and {names[0]} belongs to layer {index}, which is no layer of "
+                f"multi-token prediction (num_nextn_predict_layers): correct {field}",
+            )
+
+
+def _check_hidden(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    hidden = _size(config, "hidden_size")
+    for name, info in tensors.items():
+        if hidden is not None and _NORM.match(name) and info.shape != (hidden[1],):
+            raise ConfigError(
+                path,
+                f"hidden_size is {hidden[1]}, and {name} has the shape {list(info.shape)}: the config is of another "
+                "model than the weights; take both from one place",
+            )
+
+
+def _check_experts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    declared = _size(config, *EXPERTS)
+    if declared is None:
+        return
+    field, count = declared
+    family = family_of(config)
+    found: dict[str, int] = defaultdict(int)
+    for name, info in tensors.items():
+        match = _EXPERT.match(name)
+        if match is not None and decoder_layer(name) is not None:
+            found[match["block"]] = max(found[match["block"]], int(match["index"]) + 1)
+        elif len(info.shape) == _FUSED_DIMENSIONS and family.fused_tensor(name) is not None:
+            found[name] = info.shape[0]
+    for block, experts in found.items():
+        if experts != count:
+            raise ConfigError(
+                path,
+                f"{field} is {count}, and {block} has {experts} experts: the config is of another model than the "
+                "weights; take both from one place",
+            )

@@ -1,0 +1,207 @@
+"""`inspect`: a summary of the tensors of a checkpoint from its config and headers.
+
+It supports every layout that `minifloat.model.layouts` reads, written by any tool. No weights are read, so that inspecting a
+70B model takes only the time to read its headers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import open_headers
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.family import Role
+from minifloat.model.architecture.roles import role_of
+from minifloat.model.layouts import Description, describe
+from minifloat.model.layouts.stored import StoredWeight
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
+from minifloat.report.short import ShortReport
+from minifloat.report.text import size_text
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A row of the summary: one quantized weight or one other tensor.
+
+    Attributes:
+        name: Module of a quantized weight, name of another tensor.
+        kind: ``"quantized"``, ``"scale"`` for an auxiliary tensor, or the role of another tensor.
+        format: Scheme of a quantized weight, dtype of another tensor.
+        shape: Shape of the weight before packing.
+        elements: Number of weights; 0 for an auxiliary tensor.
+        nbytes: Number of bytes, including scales.
+    """
+
+    name: str
+    kind: str
+    format: str
+    shape: tuple[int, ...]
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(ShortReport):
+    """Summary of a checkpoint.
+
+    Attributes:
+        path: The folder or the id of the hub, as the caller passed it.
+        architecture: Architecture or model type from the config.
+        layout: Name of the quantized layout, None for an unquantized checkpoint.
+        kv_cache: Format of the KV cache; None if the checkpoint does not declare one.
+        shards: Number of shards.
+        rows: Quantized weights first, then the other tensors.
+        ignored_files: Files of weights that the model does not use.
+    """
+
+    path: str
+    architecture: str
+    layout: str | None
+    kv_cache: str | None
+    shards: int
+    rows: tuple[TensorRow, ...]
+    ignored_files: tuple[str, ...] = field(default=())
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "model": f"{self.path} ({self.architecture})",
+            "layout": self.layout or "not quantized",
+            "size": f"{size_text(self.nbytes)} in {self.shards} file(s)",
+            "bits per weight": f"{self.bits_per_weight:.2f}",
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def elements(self) -> int:
+        """Number of weights."""
+        return sum(row.elements for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of storage per weight over the whole checkpoint, including scales."""
+        return 8 * self.nbytes / max(self.elements, 1)
+
+    @property
+    def quantized_bits_per_weight(self) -> float:
+        """Bits of storage per weight over the quantized weights, including scales; NaN if there are none."""
+        rows = [row for row in self.rows if row.kind == "quantized"]
+        elements = sum(row.elements for row in rows)
+        return 8 * sum(row.nbytes for row in rows) / elements if elements else math.nan
+
+    def by(self, attribute: str) -> dict[str, tuple[int, int, int]]:
+        """Return numbers of rows, weights and bytes by `kind` or `format`, sorted by bytes, largest first."""
+        totals: dict[str, tuple[int, int, int]] = {}
+        for row in self.rows:
+            count, elements, nbytes = totals.get(getattr(row, attribute), (0, 0, 0))
+            totals[getattr(row, attribute)] = (count + 1, elements + row.elements, nbytes + row.nbytes)
+        return dict(sorted(totals.items(), key=lambda item: -item[1][2]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON values."""
+        bits = self.quantized_bits_per_weight
+        return asdict(self) | {
+            "nbytes": self.nbytes,
+            "elements": self.elements,
+            "bits_per_weight": self.bits_per_weight,
+            "quantized_bits_per_weight": None if math.isnan(bits) else bits,
+        }
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
+    """Describe a checkpoint.
+
+    Args:
+        path: A folder, or the id of a model of the hub, whose weights are not downloaded.
+        revision: Branch, tag or commit of a model of the hub; by default its default branch.
+
+    Raises:
+        CheckpointError: If a file is invalid.
+        HubError: If the hub has no such model, refuses the request, or cannot be reached.
+    """
+    with open_headers(path, revision=revision) as checkpoint:
+        return inspect_opened(path, checkpoint, describe(checkpoint))
+
+
+def inspect_opened(path: str | os.PathLike[str], checkpoint: Checkpoint, description: Description) -> Inspection:
+    """Return what `inspect_checkpoint` returns, for a checkpoint that is open and described already.
+
+    Args:
+        path: The folder, or the model of the hub, as it was given.
+        checkpoint: The open checkpoint.
+        description: The result of `describe` for it.
+    """
+    architectures = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]
+    kv = description.kv
+    return Inspection(
+        path=str(path),
+        architecture=str(architectures[0]),
+        layout=description.layout,
+        kv_cache=None if kv is None else f"{kv.element.name} per {kv.granularity}",
+        shards=len(checkpoint.shards),
+        rows=(*_quantized_rows(checkpoint, description), *_plain_rows(checkpoint, description)),
+        ignored_files=tuple(checkpoint.ignored_files),
+    )
+
+
+def format_name(spec: WeightSpec, activation: ActivationSpec | None) -> str:
+    """Return the name of the scheme with this storage format, or a description if there is no such scheme."""
+    same_weight = [
+        scheme
+        for scheme in SCHEMES.values()
+        if (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
+        == (spec.element, spec.granularity, spec.scale)
+    ]
+    for scheme in same_weight:
+        if scheme.activation == activation:
+            return scheme.name
+    suffix = "" if activation is None else f", inputs {activation.element.name} per {activation.granularity}"
+    if len(same_weight) == 1:
+        weight_only = " (weight-only)" if activation is None else ""
+        return f"{same_weight[0].name}{weight_only}{suffix}"
+    scale = "" if spec.scale is FLOAT32 else f", {spec.scale.name} scales"
+    return f"{spec.element.name} per {spec.granularity}{scale}{suffix}"
+
+
+def _quantized_rows(checkpoint: Checkpoint, description: Description) -> list[TensorRow]:
+    return [
+        TensorRow(
+            name=module,
+            kind="quantized",
+            format=format_name(stored.spec, stored.activation),
+            shape=stored.shape,
+            elements=math.prod(stored.shape),
+            nbytes=_stored_bytes(checkpoint, stored),
+        )
+        for module, stored in description.weights.items()
+    ]
+
+
+def _stored_bytes(checkpoint: Checkpoint, stored: StoredWeight) -> int:
+    """Return the bytes of a weight's tensors; for experts fused in one tensor, the share of one expert."""
+    total = sum(checkpoint.tensors[name].nbytes for name in stored.tensors)
+    return total if stored.expert is None else total // checkpoint.tensors[stored.codes].shape[0]
+
+
+def _plain_rows(checkpoint: Checkpoint, description: Description) -> list[TensorRow]:
+    used = {name for stored in description.weights.values() for name in stored.tensors}
+    family = family_of(checkpoint.config)
+    rows = []
+    for name, info in checkpoint.tensors.items():
+        if name in used:
+            continue
+        auxiliary = name in description.auxiliary
+        role = role_of(info, family)
+        kind = "scale" if auxiliary else ("unquantized linear" if role is Role.LINEAR else role.value)
+        elements = 0 if auxiliary else math.prod(info.shape)
+        rows.append(TensorRow(name, kind, info.dtype, info.shape, elements, info.nbytes))
+    return rows

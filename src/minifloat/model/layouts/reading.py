@@ -1,0 +1,217 @@
+"""The bytes of a stored weight: `read_weight` for kernels, `read_rows` decoded a few rows at a time.
+
+Both take codes, scales and zero points through the same functions, which know how each is stored. `read_rows` gives the
+bits of `QuantizedTensor.dequantize` in float32, without torch and without holding the weight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.checkpoint.tensors import DTYPES
+from minifloat.errors import NonFiniteError, UnsupportedTensorError
+from minifloat.model.layouts.stored import SCALE_FORMATS, StoredWeight
+from minifloat.model.layouts.values import Bytes, Floats, decode_elements, value_table, widen
+from minifloat.numerics.formats import E4M3, FLOAT32, IntegerFormat
+
+if TYPE_CHECKING:
+    from minifloat.numerics.tensor import QuantizedTensor
+
+
+#: The bit of the sign in a code of E4M3.
+_SIGN = np.uint8(1 << (E4M3.bits - 1))
+
+
+def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
+    """Read one quantized weight: the stored codes, and the scales as the grid that kernels use.
+
+    Raises:
+        NonFiniteError: If a scale is NaN or Inf, which would make the weight NaN or Inf.
+        UnsupportedTensorError: If a scale has an unsupported dtype.
+        StorageError: If the operating system refuses a read, or the file ends early.
+    """
+    import torch
+
+    from minifloat.numerics.tensor import QuantizedTensor
+
+    rows, _ = stored.shape
+    zero_point = read_zero_points(checkpoint, stored, 0, rows)
+    global_scale = read_global_scale(checkpoint, stored)
+    return QuantizedTensor(
+        stored.spec,
+        stored.shape,
+        torch.from_numpy(read_codes(checkpoint, stored, 0, rows)),
+        torch.from_numpy(read_scales(checkpoint, stored, 0, rows)),
+        None if global_scale is None else torch.tensor(global_scale),
+        stored.global_divides,
+        None if zero_point is None else torch.from_numpy(zero_point),
+    )
+
+
+def read_rows(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int, out: Floats | None = None) -> Floats:
+    """Return the decoded rows `start` to `stop` of a weight, float32 ``[R, K]``.
+
+    Args:
+        checkpoint: The checkpoint of the weight.
+        stored: The weight.
+        start: First row.
+        stop: End of the rows.
+        out: Filled and returned if given; contiguous.
+
+    Raises:
+        NonFiniteError: If a scale is NaN or Inf. NaN codes become NaN elements.
+        UnsupportedTensorError: If a scale has an unsupported dtype.
+        StorageError: If the operating system refuses a read, or the file ends early.
+    """
+    spec, (_, cols) = stored.spec, stored.shape
+    elements = np.empty((stop - start, cols), np.float32) if out is None else out
+    decode_elements(read_codes(checkpoint, stored, start, stop), spec.element, elements)
+    zero_points = read_zero_points(checkpoint, stored, start, stop)
+    scales = read_scales(checkpoint, stored, start, stop)
+    if spec.scale is not FLOAT32:
+        scales = value_table(spec.scale)[scales]
+    global_scale = read_global_scale(checkpoint, stored)
+    if global_scale is not None:
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            scales = scales / global_scale if stored.global_divides else scales * global_scale
+    block_rows, block_cols = spec.granularity.block(stored.shape)
+    blocks = np.arange(start, stop) // block_rows - start // block_rows
+    if zero_points is not None:
+        _apply(np.subtract, elements, value_table(spec.element)[zero_points][blocks], block_cols)
+    with np.errstate(over="ignore", invalid="ignore"):
+        _apply(np.multiply, elements, scales[blocks], block_cols)
+    return elements
+
+
+def _apply(operation: np.ufunc, elements: Floats, grid: Floats, block_cols: int) -> None:
+    """Apply an operation in place to elements ``[R, K]`` and a grid ``[R, blocks of columns]``."""
+    rows, cols = elements.shape
+    full = cols // block_cols
+    whole, rest = elements[:, : full * block_cols], elements[:, full * block_cols :]
+    view = whole.reshape(rows, full, block_cols)
+    operation(view, grid[:, :full, None], out=view)
+    if rest.size:
+        operation(rest, grid[:, full:], out=rest)
+
+
+def read_codes(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> Bytes:
+    """Return the codes of some rows, uint8 ``[R, K]``, or ``[R, K / 2]`` where two elements share a byte."""
+    info = checkpoint.tensors[stored.codes]
+    rows, cols = stored.shape
+    row_bytes = info.nbytes // (rows * _experts(info, stored)) if rows else 0
+    first = (stored.expert or 0) * rows + start
+    data = _read(checkpoint, info, first * row_bytes, (stop - start) * row_bytes).reshape(stop - start, row_bytes)
+    used = cols * stored.spec.element.bits // 8  # packs of int32 end in padding
+    return data if used == row_bytes else np.ascontiguousarray(data[:, :used])
+
+
+def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> npt.NDArray[Any]:
+    """Return the scales of the blocks of some rows ``[block rows, block columns]``: float32, or codes of their format.
+
+    Raises:
+        NonFiniteError: If a scale is NaN or Inf, or not positive.
+        UnsupportedTensorError: If the scales have an unsupported dtype.
+    """
+    info = checkpoint.tensors[stored.scale]
+    if SCALE_FORMATS.get(info.dtype) is None:
+        raise UnsupportedTensorError(info.name, f"expected one of {', '.join(SCALE_FORMATS)}; found {info.dtype}")
+    (grid_rows, grid_cols), (block_rows, _) = (
+        stored.spec.granularity.scale_shape(stored.shape),
+        stored.spec.granularity.block(stored.shape),
+    )
+    first, end = start // block_rows, -(-stop // block_rows)
+    row_bytes = grid_cols * DTYPES[info.dtype] // 8
+    data = _read(checkpoint, info, ((stored.expert or 0) * grid_rows + first) * row_bytes, (end - first) * row_bytes)
+    scales: npt.NDArray[Any] = data
+    if stored.spec.scale is FLOAT32:
+        scales = widen(data, info.dtype)
+        invalid = int(scales.size - np.count_nonzero(np.isfinite(scales)))
+        signed = isinstance(stored.spec.element, IntegerFormat)  # AutoRound writes negative scales of integers
+        not_positive = int(np.count_nonzero(scales == 0 if signed else scales <= 0))
+    else:
+        nan_code = stored.spec.scale.nan_code or 0
+        invalid = int(np.count_nonzero((data & nan_code) == nan_code))
+        # a small block's scale may round to zero in E4M3; E8M0 has neither zero nor sign
+        not_positive = int(np.count_nonzero(data & _SIGN)) if stored.spec.scale is E4M3 else 0
+    if not_positive:
+        raise NonFiniteError(
+            stored.scale,
+            f"{not_positive} of {scales.size} scales are zero or negative, and a scale is positive; the checkpoint is "
+            "damaged, download it again",
+        )
+    if invalid:
+        raise NonFiniteError(
+            stored.scale, f"{invalid} of {scales.size} scales are NaN or Inf; the checkpoint is damaged"
+        )
+    return scales.reshape(end - first, grid_cols)
+
+
+def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float32 | None:
+    """Return the global scale of a weight (NVFP4); None if it has none.
+
+    Raises:
+        NonFiniteError: If it is NaN or Inf, or not positive.
+        UnsupportedTensorError: If it has an unsupported dtype.
+    """
+    if stored.global_scale is None:
+        return None
+    info = checkpoint.tensors[stored.global_scale]
+    if SCALE_FORMATS.get(info.dtype) is not FLOAT32:
+        raise UnsupportedTensorError(info.name, f"expected a float of 16 or 32 bits; found {info.dtype}")
+    value = np.float32(widen(_read(checkpoint, info, 0, info.nbytes), info.dtype)[0])
+    if not (np.isfinite(value) and value > 0):
+        raise NonFiniteError(
+            stored.global_scale, f"expected a positive, finite global scale, found {value}; the checkpoint is damaged"
+        )
+    return value
+
+
+def read_zero_points(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> Bytes | None:
+    """Return the zero points of the blocks of some rows as codes of the element's format; None if there are none.
+
+    They are stored as int8 values, or as codes packed into int32 along the rows, the first row in the lowest bits.
+    """
+    if stored.zero_point is None:
+        return None
+    info = checkpoint.tensors[stored.zero_point]
+    _, grid_cols = stored.spec.granularity.scale_shape(stored.shape)
+    block_rows, _ = stored.spec.granularity.block(stored.shape)
+    first, end = start // block_rows, -(-stop // block_rows)
+    element = stored.spec.element
+    if info.dtype == "I8":
+        data = _read(checkpoint, info, first * grid_cols, (end - first) * grid_cols)
+        return (data + np.uint8(element.bias)).reshape(end - first, grid_cols)
+    per_word = DTYPES[info.dtype] // element.bits
+    row_bytes = grid_cols * DTYPES[info.dtype] // 8
+    first_word = first // per_word
+    words = _read(checkpoint, info, first_word * row_bytes, (-(-end // per_word) - first_word) * row_bytes)
+    packed = words.view(np.uint32).reshape(-1, 1, grid_cols)
+    shifts = np.arange(0, DTYPES[info.dtype], element.bits, dtype=np.uint32)[None, :, None]
+    codes = ((packed >> shifts) & np.uint32((1 << element.bits) - 1)).astype(np.uint8).reshape(-1, grid_cols)
+    return codes[first - first_word * per_word :][: end - first]
+
+
+def stored_ranges(checkpoint: Checkpoint, stored: StoredWeight) -> list[tuple[TensorInfo, int, int]]:
+    """Return the bytes of a weight as ``(tensor, first byte, number of bytes)``; of a fused tensor its own share."""
+    ranges = []
+    for name in (stored.codes, stored.scale, stored.global_scale, stored.zero_point):
+        if name is not None:
+            info = checkpoint.tensors[name]
+            share = info.nbytes // _experts(info, stored)
+            ranges.append((info, (stored.expert or 0) * share, share))
+    return ranges
+
+
+def _experts(info: TensorInfo, stored: StoredWeight) -> int:
+    """Return how many weights share a tensor."""
+    return max(info.shape[0], 1) if stored.expert is not None else 1
+
+
+def _read(checkpoint: Checkpoint, info: TensorInfo, start: int, nbytes: int) -> Bytes:
+    data = np.empty(nbytes, np.uint8)
+    checkpoint.read_into(info, data, start)
+    return data

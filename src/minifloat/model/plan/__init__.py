@@ -1,0 +1,1 @@
+"""The quantization plan: what becomes of every tensor of a checkpoint."""

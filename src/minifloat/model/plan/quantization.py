@@ -1,0 +1,272 @@
+"""`make_plan`: plan the output of `quantize` for every tensor, from headers and config alone.
+
+Every mistake of a user (a pattern that matches nothing, a size that a scheme does not allow, fused layers under
+different schemes) is an error here, within milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from minifloat.checkpoint import TensorInfo
+from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.family import GENERAL, Family, Role
+from minifloat.model.architecture.groups import expert_group, fused_group
+from minifloat.model.architecture.mtp import is_mtp
+from minifloat.model.architecture.roles import EXPERTS, is_dense_float, is_matrix, role_of, text_config
+from minifloat.model.layouts import WriteLayout, compressed_tensors
+from minifloat.model.plan.overrides import KEEP, Override
+from minifloat.model.plan.parts import ModelHeaders, expert_parts, make_part
+from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan, module_name
+from minifloat.numerics.scheme import Scheme, without_static_scales
+
+#: Reason for copying fused experts whose rows and columns are unknown.
+UNKNOWN_EXPERTS = "fused experts of unknown shape"
+_EXPERTS = "expert"
+_MATRIX_DIMENSIONS = 2
+_FUSED_DIMENSIONS = 3
+
+
+def make_plan(
+    checkpoint: ModelHeaders,
+    scheme: Scheme,
+    layout: WriteLayout,
+    overrides: Sequence[Override] = (),
+    *,
+    mtp: bool = False,
+) -> QuantizationPlan:
+    """Return the plan that quantizes or copies every tensor of a checkpoint.
+
+    Args:
+        checkpoint: A checkpoint that is not quantized.
+        scheme: The scheme of every linear of the decoder layers and of every expert.
+        layout: Layout of the output, which decides names and shapes.
+        overrides: Exceptions; the last override that matches a module decides.
+        mtp: Whether to quantize layers of multi-token prediction too. No text runs through them, so that they get
+            `without_static_scales` of the scheme.
+
+    Raises:
+        AlreadyQuantizedError: The source has a quantization_config.
+        PatternError: An override matches no weight.
+        ShapeError: The scheme needs another shape; the message names the cure.
+        UnsupportedTensorError: A tensor that a scheme applies to cannot be quantized.
+        UsageError: Fused layers have different schemes, the layout cannot hold a scheme, or nothing is quantized.
+    """
+    if checkpoint.quantization_config is not None:
+        method = checkpoint.quantization_config.get("quant_method", "unknown")
+        raise AlreadyQuantizedError(
+            f"{checkpoint.path} is quantized already (quant_method {method!r}); start from the original checkpoint, or "
+            "from its plain weights, which `minifloat convert --dequantize` writes, or give `quantize` "
+            "--from-quantized"
+        )
+    family = family_of(checkpoint.config)
+    quantized_roles: tuple[Role, ...] = (Role.LINEAR, Role.EXPERTS)
+    if layout.only_experts_of is not None:
+        _require_model_type(checkpoint, layout)
+        quantized_roles = (Role.EXPERTS,)
+    matched_overrides: set[int] = set()
+    tensors = []
+    for info in checkpoint.tensors.values():
+        role = role_of(info, family)
+        drafts = is_mtp(info.name, checkpoint.config)
+        kept = MTP if drafts and not mtp else "" if role in quantized_roles else role.value
+        if role is Role.LINEAR and role not in quantized_roles:
+            kept = f"layout {layout.name} holds experts only"
+        default = without_static_scales(scheme) if drafts else scheme
+        if kept == Role.OTHER.value and _is_of_experts(info, checkpoint):
+            kept = UNKNOWN_EXPERTS
+        tensor_scheme, reason = _choose_scheme(info, role, default, kept, overrides, matched_overrides)
+        parts = () if tensor_scheme is None else _parts(checkpoint, family, info, role, tensor_scheme, layout)
+        tensors.append(TensorPlan(info, role, parts, reason, drafts=drafts))
+    for index, override in enumerate(overrides):
+        if index not in matched_overrides:
+            raise PatternError(_no_match(override, tensors, checkpoint))
+    plan = QuantizationPlan(scheme, layout, tuple(overrides), tuple(tensors), _kept(tensors, family))
+    _check_groups(plan, family)
+    if layout.only_experts_of is not None:
+        _require_all_experts(plan)
+    if not plan.modules:
+        raise UsageError(
+            f"{checkpoint.path}: nothing to quantize: no weight of a numbered decoder layer was found; "
+            "name the weights with --override 'REGEX=SCHEME'"
+        )
+    return plan
+
+
+def _require_model_type(checkpoint: ModelHeaders, layout: WriteLayout) -> None:
+    """Refuse a model that the readers of the layout would run unquantized.
+
+    Raises:
+        UsageError: The layout is that of another model.
+    """
+    model_type = text_config(checkpoint.config).get("model_type")
+    if model_type != layout.only_experts_of:
+        raise UsageError(
+            f"layout {layout.name!r} holds the experts of {layout.only_experts_of}, and servers would run "
+            f"{model_type} in it unquantized: use --layout compressed-tensors"
+        )
+
+
+def _require_all_experts(plan: QuantizationPlan) -> None:
+    """Refuse experts in 16 bits beside quantized ones, which readers of a layout of experts do not expect.
+
+    Raises:
+        UsageError: Some experts are quantized and others are not.
+    """
+    kept = [tensor.source.name for tensor in plan.tensors if tensor.role is Role.EXPERTS and not tensor.parts]
+    if kept and plan.modules:
+        raise UsageError(
+            f"{kept[0]} would stay in 16 bits: layout {plan.layout.name!r} holds the experts of every layer; remove "
+            "the --exclude or --override that matches it"
+        )
+
+
+def _choose_scheme(
+    info: TensorInfo, role: Role, scheme: Scheme, kept: str, overrides: Sequence[Override], matched: set[int]
+) -> tuple[Scheme | None, str]:
+    """Return the scheme of a tensor, or None and the reason why it is copied; add matching overrides to `matched`.
+
+    Args:
+        info: The tensor.
+        role: Its role.
+        scheme: Scheme of tensors that no override matches.
+        kept: Why the tensor is copied unless an override matches; empty: it is quantized.
+        overrides: Exceptions.
+        matched: Indices of the overrides that matched a tensor.
+    """
+    if not (is_matrix(info) or role is Role.EXPERTS):
+        _refuse_unknown_experts(info, kept, overrides)
+        return None, kept if kept == UNKNOWN_EXPERTS else role.value
+    tensor_scheme, reason = (None, kept) if kept else (scheme, "")
+    for index, override in enumerate(overrides):
+        if re.search(override.pattern, module_name(info)):
+            matched.add(index)
+            tensor_scheme = override.scheme
+            reason = str(override) if tensor_scheme is None else ""
+    if tensor_scheme is not None and role is Role.EMBEDDING:
+        raise UnsupportedTensorError(info.name, "no server looks embeddings up in 8 or 4 bits; remove the override")
+    if tensor_scheme is not None and not is_dense_float(info):
+        raise UnsupportedTensorError(
+            info.name, f"weights are quantized from BF16, F16 or F32, found {info.dtype}; keep it with --exclude"
+        )
+    return tensor_scheme, reason
+
+
+def _is_of_experts(info: TensorInfo, checkpoint: ModelHeaders) -> bool:
+    """Return whether a tensor that no family describes holds several experts: by its name, or by its first dimension.
+
+    DBRX stacks the rows of all experts in a matrix; JetMoE has experts ``[E, N, K]`` of other names.
+    """
+    if is_matrix(info) or len(info.shape) not in (_MATRIX_DIMENSIONS, _FUSED_DIMENSIONS) or info.name.endswith("bias"):
+        return False
+    count = next((text_config(checkpoint.config)[key] for key in EXPERTS if text_config(checkpoint.config).get(key)), 0)
+    return _EXPERTS in info.name or (len(info.shape) == _FUSED_DIMENSIONS and info.shape[0] == count)
+
+
+def _refuse_unknown_experts(info: TensorInfo, kept: str, overrides: Sequence[Override]) -> None:
+    """Refuse an override that asks for fused experts that no family describes.
+
+    Raises:
+        UnsupportedTensorError: There is one.
+    """
+    if kept != UNKNOWN_EXPERTS:
+        return
+    if any(override.scheme is not None and re.search(override.pattern, info.name) for override in overrides):
+        raise UnsupportedTensorError(
+            info.name,
+            f"no family describes fused experts {list(info.shape)} of this name, so that rows and columns are unknown; "
+            "remove the override, or add the family to minifloat.model.architecture.families",
+        )
+
+
+def _parts(
+    checkpoint: ModelHeaders, family: Family, info: TensorInfo, role: Role, scheme: Scheme, layout: WriteLayout
+) -> tuple[Part, ...]:
+    layout.check(scheme)
+    if family.conv1d:
+        raise UnsupportedTensorError(
+            info.name,
+            f"{family.name} stores weights [in, out] (Conv1D). Servers transpose these tensors as they load them, and "
+            "not their scales; compressed-tensors loads codes into Linear only. Keep this model in 16 bits",
+        )
+    if role is Role.EXPERTS:
+        return expert_parts(checkpoint, family, info, scheme, layout)
+    rows, cols = info.shape
+    return (make_part(module_name(info), scheme, (rows, cols), layout, info, family=family),)
+
+
+def _kept(tensors: Sequence[TensorPlan], family: Family) -> tuple[str, ...]:
+    """Return the linears that a server would otherwise expect to be quantized."""
+    return kept_linears(
+        (tensor.source for tensor in tensors if not tensor.parts),
+        {part.module for tensor in tensors for part in tensor.parts},
+        family,
+    )
+
+
+def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str], family: Family = GENERAL) -> tuple[str, ...]:
+    """Return the linears among copied tensors, for a config's list of exceptions; heads even where they are tied.
+
+    Args:
+        copied: The tensors that are copied.
+        quantized: The modules that are quantized.
+        family: Description of the model.
+    """
+    kept = tuple(module_name(info) for info in copied if is_matrix(info) and role_of(info) is not Role.EMBEDDING)
+    return (*kept, *(head for head in family.heads if head not in quantized and head not in kept))
+
+
+def kept_experts(plan: QuantizationPlan, family: Family) -> tuple[str, ...]:
+    """Return entries for a config's list of exceptions that name the fused experts that are copied.
+
+    vLLM builds the experts of a layer as the config says for its single experts: quantized, if the list does not have
+    them. They are listed by name, which vLLM translates for models with towers, and in compressed-tensors by a pattern
+    too: vLLM gives the experts of some models other names than their checkpoints do.
+    """
+    names: dict[str, None] = {}
+    for tensor in plan.tensors:
+        fused = family.fused_tensor(tensor.source.name)
+        if fused is None or tensor.role is not Role.EXPERTS or tensor.parts:
+            continue
+        parent = fused.parent(tensor.source.name)
+        if plan.layout.name == compressed_tensors.NAME:
+            experts = parent + fused.linears[0].partition("{}")[0]
+            names[f"re:{re.escape(experts)}.*"] = None
+        for expert in range(tensor.source.shape[0]):
+            names |= dict.fromkeys(parent + linear.format(expert) for linear in fused.linears)
+    return tuple(names)
+
+
+def _check_groups(plan: QuantizationPlan, family: Family) -> None:
+    """Refuse different schemes in modules that servers run as one.
+
+    Raises:
+        UsageError: Parts of a fused layer, or experts of a layer, have different schemes.
+    """
+    fused_and_kept = [
+        module_name(tensor.source) for tensor in plan.tensors if tensor.role is Role.EXPERTS and not tensor.parts
+    ]
+    modules: Mapping[str, Scheme | None] = dict.fromkeys([*plan.kept, *fused_and_kept], None) | plan.modules
+    first: dict[str, str] = {}
+    for module in modules:
+        for group in {fused_group(module, family), expert_group(module) or module}:
+            first_module = first.setdefault(group, module)
+            if modules[first_module] != modules[module]:
+                names = [scheme.name if scheme else KEEP for scheme in (modules[first_module], modules[module])]
+                raise UsageError(
+                    f"{first_module} ({names[0]}) and {module} ({names[1]}) run as one layer in servers and must share "
+                    "a scheme; widen the override so that it matches both"
+                )
+
+
+def _no_match(override: Override, tensors: Sequence[TensorPlan], checkpoint: ModelHeaders) -> str:
+    """Return the message for an override that matches no weight."""
+    names = [
+        module_name(tensor.source) for tensor in tensors if is_matrix(tensor.source) or tensor.role is Role.EXPERTS
+    ]
+    message = f"the pattern {override.pattern!r} matches no weight of {checkpoint.path}"
+    if "lm_head" not in names and re.search(override.pattern, "lm_head"):
+        return f"{message}: lm_head is tied to the embedding and has no weight of its own"
+    return f"{message}; weights are named like {', '.join(names[:3])}"

@@ -1,0 +1,55 @@
+"""The empty transformers model of a checkpoint.
+
+No weight is allocated: parameters lie on the meta device, and only the buffers that a model computes for itself
+(rotary frequencies) are real. Code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint
+from minifloat.errors import ConfigError
+from minifloat.model.runtime.config import plain_config
+
+
+def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a checkpoint with its parameters on the meta device.
+
+    Its class is the one that config.json names under ``architectures`` where that can generate text, else the one that
+    transformers has for causal language modelling.
+
+    Args:
+        checkpoint: Only its config is used.
+        dtype: Dtype of the parameters, except those that the class wants in another.
+
+    Raises:
+        ConfigError: If transformers cannot build the model, or only with the checkpoint's own code.
+    """
+    config = plain_config(checkpoint)
+    try:
+        with init_empty_weights(include_buffers=False):
+            cls = _named_class(checkpoint, config)
+            build: Any = AutoModelForCausalLM.from_config if cls is None else cls._from_config
+            model: PreTrainedModel = build(config, dtype=dtype)
+            return model
+    except Exception as error:  # whatever a model's constructor makes of numbers that do not fit
+        raise ConfigError(
+            checkpoint.path / CONFIG_FILE, f"transformers {transformers.__version__} cannot build this model: {error}"
+        ) from error
+
+
+def _named_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the first class under ``architectures`` that transformers has for this config and that generates text."""
+    for name in checkpoint.config.get("architectures") or ():
+        cls = getattr(transformers, str(name), None)
+        if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
+            continue
+        if cls.config_class is type(config) and cls.can_generate():
+            return cls
+    return None

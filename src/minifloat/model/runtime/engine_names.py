@@ -1,0 +1,82 @@
+"""Names of modules in transformers, where they differ from the names in a checkpoint.
+
+transformers and compressed-tensors match the modules of the model that they built; vLLM and SGLang match the names of
+the checkpoint, or those of transformers after a table of their own. A config therefore lists both.
+
+This module imports torch and transformers only for a family whose names are not declared in `architecture`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import ConfigError
+from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.groups import expert_group
+
+
+@dataclass(frozen=True)
+class EngineNames:
+    """The names of modules in transformers.
+
+    Attributes:
+        others: Module in the checkpoint -> its names in transformers, for the modules whose names differ. A linear that
+            transformers cuts into several has several names.
+        unlisted: Linears of transformers' model that are neither: a head that is tied, or that the checkpoint names
+            otherwise than a linear. They are not quantized.
+        notes: Sentences for the user, if the names are not known.
+    """
+
+    others: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unlisted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
+    """Return the names in transformers of modules of a checkpoint that are linears.
+
+    The description of the family declares them, or the tables of the installed transformers.
+
+    Args:
+        checkpoint: The checkpoint, or the one that a new checkpoint is made from; only its config is read.
+        modules: Names in the checkpoint, without ``.weight``: all linears, except those of routed experts.
+    """
+    family = family_of(checkpoint.config)
+    if family.renames is None:
+        return _of_transformers(checkpoint, modules)
+    others: dict[str, tuple[str, ...]] = {}
+    for module in modules:
+        name = module
+        for pattern, replacement in family.renames:
+            name = re.sub(pattern, replacement, name)
+        if name != module:
+            others[module] = (name,)
+    return EngineNames(others)
+
+
+def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
+    """Return the names that transformers' tables give."""
+    import torch
+
+    from minifloat.model.runtime.build import empty_model
+    from minifloat.model.runtime.names import assign
+
+    try:
+        model = empty_model(checkpoint, torch.bfloat16)
+    except ConfigError as error:
+        problem = "The names of modules in transformers are not known; config.json lists those of the checkpoint"
+        return EngineNames(notes=(f"{problem}: {error}",))
+    others: dict[str, tuple[str, ...]] = {}
+    listed = set()
+    for assignment in assign(model, [f"{module}.weight" for module in modules])[0]:
+        names = tuple(target.removesuffix(".weight") for target in assignment.targets)
+        listed |= set(names)
+        for source in assignment.sources:
+            module = source.removesuffix(".weight")
+            if names != (module,):
+                others[module] = names
+    linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return EngineNames(others, tuple(name for name in linears if name not in listed and expert_group(name) is None))

@@ -1,0 +1,130 @@
+"""How a checkpoint declares that the inputs of its quantized weights are quantized, and which of that is simulated.
+
+A module whose inputs this package cannot quantize as servers do is computed weight-only, with a warning: nobody shall
+take a weight-only comparison for one of W8A8.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint
+from minifloat.errors import ConfigError, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.model.layouts import StoredWeight
+from minifloat.model.runtime.tensors import listing
+from minifloat.numerics.activation import can_quantize, describe_activation
+from minifloat.numerics.formats import E4M3, FLOAT32
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN
+from minifloat.numerics.scheme import ActivationSpec, WeightSpec
+
+_LOG = logging.getLogger(__name__)
+#: The value of `prefill`.
+W8A8 = "w8a8"
+#: Granularity of weights -> quantization of inputs of many rows, if the checkpoint declares none.
+PREFILL_INPUTS = {
+    TENSOR: ActivationSpec(E4M3, TOKEN, dynamic=True),
+    CHANNEL: ActivationSpec(E4M3, TOKEN, dynamic=True),
+    BLOCK_128: ActivationSpec(E4M3, GROUP_128, dynamic=True),
+}
+_SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class InputQuantization:
+    """Decides for each module of one model how its inputs are quantized.
+
+    Args:
+        checkpoint: The open checkpoint, from which static scales are read.
+        weight_only: Whether no inputs are quantized, without a warning.
+        prefill: "w8a8" if weight-only modules quantize inputs of many rows; else None.
+
+    Raises:
+        UnknownNameError: If `prefill` has another value.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, weight_only: bool, prefill: str | None = None) -> None:
+        if prefill not in (None, W8A8):
+            raise UnknownNameError("prefill", prefill, (W8A8,))
+        self.checkpoint, self.weight_only, self.prefill = checkpoint, weight_only, prefill
+        self._not_prefilled: list[str] = []
+        self._skipped: dict[str, list[str]] = {}
+
+    def of(self, stored: StoredWeight) -> tuple[ActivationSpec | None, Tensor | None]:
+        """Return how a module quantizes its inputs, and their static scale; None: not at all.
+
+        The scale is a float32 scalar: that of the whole input, or for NVFP4 the divisor above its block scales.
+
+        Raises:
+            ConfigError: If the config declares static scales and the module has none.
+            ShapeError: If a scale has more than one element.
+            NonFiniteError: If a scale is not positive and finite.
+            UnsupportedTensorError: If a scale has a dtype that no layout uses.
+        """
+        spec = stored.activation
+        if spec is None or self.weight_only:
+            return None, None
+        if not can_quantize(spec, stored.spec):
+            weight = f"{stored.spec.element.name} weights with {stored.spec.scale.name} scales"
+            self.skip(stored, f"inputs in {describe_activation(spec)} of {weight} are not simulated")
+            return None, None
+        return spec, self._read_scale(stored, spec) if spec.needs_calibration else None
+
+    def prefill_of(self, stored: StoredWeight) -> tuple[ActivationSpec, Tensor | None] | None:
+        """Return how a weight-only module quantizes inputs of many rows; None: not at all.
+
+        The checkpoint's declaration counts; without one, the granularity of the weight decides (`PREFILL_INPUTS`).
+
+        Raises:
+            MinifloatError: As `of`.
+        """
+        if self.prefill is None:
+            return None
+        spec = stored.activation or PREFILL_INPUTS.get(stored.spec.granularity)
+        if spec is None or not _is_fp8(spec) or not _is_fp8(stored.spec) or not can_quantize(spec, stored.spec):
+            self._not_prefilled.append(stored.module)
+            return None
+        return spec, None if spec.dynamic else self._read_scale(stored, spec)
+
+    def skip(self, stored: StoredWeight, reason: str) -> None:
+        """Note a module that is computed weight-only although its config declares quantized inputs."""
+        if stored.activation is not None and not self.weight_only:
+            self._skipped.setdefault(reason, []).append(stored.module)
+
+    def warn(self) -> None:
+        """Log the modules that are computed weight-only, one warning per reason."""
+        for reason, modules in self._skipped.items():
+            _LOG.warning("%d modules are computed weight-only, because %s: %s", len(modules), reason, listing(modules))
+        if self._not_prefilled:
+            _LOG.warning(
+                "%d modules are computed weight-only at any number of rows, because their weights are not E4M3 with "
+                "float32 scales that FP8 inputs go with: %s",
+                len(self._not_prefilled),
+                listing(self._not_prefilled),
+            )
+
+    def _read_scale(self, stored: StoredWeight, spec: ActivationSpec) -> Tensor:
+        """Read the static scale of a module's inputs, with the errors of `of`."""
+        name = stored.input_scale
+        if name is None:
+            raise ConfigError(
+                self.checkpoint.path / CONFIG_FILE,
+                f"declares inputs in {describe_activation(spec)}, but the checkpoint has no input_scale for "
+                f"{stored.module}; load it weight-only, or calibrate it",
+            )
+        info = self.checkpoint.tensors[name]
+        if info.dtype not in _SCALE_DTYPES:
+            raise UnsupportedTensorError(name, f"expected one of {', '.join(_SCALE_DTYPES)}; found {info.dtype}")
+        scale = torch.from_numpy(self.checkpoint.read(name)).view(_SCALE_DTYPES[info.dtype]).float()
+        if scale.numel() != 1:
+            raise ShapeError(name, f"expected one scale for the whole input, found shape {list(info.shape)}")
+        if not (scale.isfinite() & (scale > 0)).all():
+            raise NonFiniteError(name, f"expected a positive, finite scale, found {scale.item()}")
+        inverted = spec.has_global_scale and not stored.global_divides
+        return scale.reshape(()).reciprocal() if inverted else scale.reshape(())
+
+
+def _is_fp8(spec: ActivationSpec | WeightSpec) -> bool:
+    """Return whether elements are E4M3 with float32 scales."""
+    return spec.element is E4M3 and spec.scale is FLOAT32

@@ -1,0 +1,215 @@
+"""`convert_checkpoint`: write the same weights in another layout, or decoded, with a few slabs in memory at a time.
+
+The plan is made first, and refuses whatever cannot be converted. Then tensors go to a pool of threads, shard by shard;
+each shard is synced and recorded, and the folder is renamed into place at the very end. An interrupted run continues
+after its last complete shard, once the source tensors of the finished shards have been hashed again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minifloat._version import __version__
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
+from minifloat.checkpoint.hub import model_folder
+from minifloat.checkpoint.job import RewriteJob, record_check
+from minifloat.checkpoint.progress import Progress
+from minifloat.checkpoint.rewrite import (
+    CARD_FILE,
+    REPORT_FILE,
+    encode_json,
+    fingerprint,
+    refuse_inside,
+    restart_notes,
+    worker_pool,
+    write_index,
+    write_sidecars,
+)
+from minifloat.checkpoint.shard import ShardWriter
+from minifloat.deploy.check.deployment import Reports
+from minifloat.deploy.check.engine_verdict import engine_verdicts
+from minifloat.errors import UsageError
+from minifloat.kernels import processors
+from minifloat.quantize.convert.card import MODEL, model_card
+from minifloat.quantize.convert.dequantize_plan import make_dequantize_plan
+from minifloat.quantize.convert.engines import check_output, warnings_of
+from minifloat.quantize.convert.layout_plan import make_layout_plan
+from minifloat.quantize.convert.plan import Change, Conversion, ConvertPlan
+from minifloat.quantize.convert.report import TENSOR_ROW, ConvertedTensor, ConvertReport
+from minifloat.quantize.convert.stream import run_conversion
+from minifloat.quantize.provenance import provenance
+from minifloat.quantize.stream import copy_digest
+
+_ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    dequantize: bool = False,
+    dtype: str | None = None,
+    allow_rounding: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    revision: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> ConvertReport:
+    """Write a quantized checkpoint in another layout, code for code, or dequantized.
+
+    Codes and scales keep their values exactly, or the conversion is refused before anything is written; scales of 16
+    bits become float32. Dequantized weights are those of `layouts.read_weight(...).dequantize(dtype)`, bit for bit.
+
+    Args:
+        source: A folder or a model of the hub, in any layout that `layouts.describe` reads.
+        destination: A folder that does not exist yet, in one that does.
+        layout: A name of `layouts.TARGETS`.
+        dequantize: Write decoded weights in place of codes and scales.
+        dtype: With `dequantize`: "bfloat16", "float16" or "float32"; by default that of config.json.
+        allow_rounding: Round the reciprocals of global scales of NVFP4, which some layouts store, where float32 cannot
+            hold them exactly.
+        overwrite: Replace an existing destination, at the end.
+        workers: Threads; by default one per core that this process may use, at most 8.
+        progress: Called from this thread as work completes.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+        announce: Called before anything is written with each note on engines that will answer wrongly.
+
+    Returns:
+        The report on every tensor.
+
+    Raises:
+        UsageError: An argument is wrong; nothing was written.
+        ConversionError: The layout cannot hold the checkpoint without loss; nothing was written.
+        CheckpointError: The source is damaged, or is no checkpoint.
+        HubError: The hub has no such source, refuses it, or cannot be reached.
+        TensorError: A tensor holds NaN or Inf; it is named and nothing is left behind.
+        StorageError: The system refused to read or write; the work folder stays, and the same call continues.
+    """
+    started = time.perf_counter()
+    if (layout is None) != dequantize:
+        raise UsageError("give either a layout to convert to, or dequantize")
+    if dtype is not None and not dequantize:
+        raise UsageError("dtype needs dequantize: codes and scales keep their formats")
+    threads = processors.workers(workers)
+    with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
+        refuse_inside(checkpoint.path, Path(destination))
+        if layout is None:
+            plan = make_dequantize_plan(checkpoint, dtype)
+        else:
+            plan = make_layout_plan(checkpoint, layout, allow_rounding=allow_rounding)
+        engines = check_output(checkpoint, plan, MODEL)
+        verdicts = engine_verdicts(engines)
+        warnings = tuple(warnings_of(verdicts))
+        if announce is not None:
+            for warning in warnings:
+                announce(warning)
+        options = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
+        with CheckpointWriter(
+            destination,
+            fingerprint=fingerprint(checkpoint, options),
+            total_bytes=plan.output_bytes,
+            overwrite=overwrite,
+            check_record=record_check(TENSOR_ROW),
+        ) as writer:
+            with worker_pool(threads, writer) as pool:
+                metadata = {"format": "pt", "minifloat": __version__}
+                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), metadata, progress)
+                tensors = _in_order_of_source(checkpoint, job.run())
+            report = ConvertReport(
+                source=str(source),
+                destination=str(destination),
+                source_layout=plan.source_layout,
+                layout=layout,
+                dtype=plan.dtype,
+                provenance=provenance(
+                    checkpoint, "convert", _command_options(plan), tensors, source_layout=plan.source_layout
+                ),
+                tensors=tensors,
+                rounding=plan.rounding,
+                engines=verdicts,
+                notes=(*plan.notes, *warnings, *restart_notes(writer)),
+                seconds=time.perf_counter() - started,
+                resumed_shards=job.resumed,
+            )
+            _write_small_files(checkpoint, plan, writer, report, engines)
+            writer.commit()
+    return report
+
+
+def _command_options(plan: ConvertPlan) -> str:
+    target = f"--dequantize --dtype {plan.dtype}" if plan.layout is None else f"--layout {plan.layout.name}"
+    return f"{target}{' --allow-rounding' if plan.rounding.scales else ''}"
+
+
+def _in_order_of_source(checkpoint: Checkpoint, entries: Sequence[dict[str, Any]]) -> tuple[ConvertedTensor, ...]:
+    entry_by_name = {entry["name"]: entry for entry in entries}
+    return tuple(ConvertedTensor(**entry_by_name[name]) for name in checkpoint.tensors)
+
+
+def _write_small_files(
+    checkpoint: Checkpoint, plan: ConvertPlan, writer: CheckpointWriter, report: ConvertReport, engines: Reports
+) -> None:
+    """Write every file that is not a shard: sidecars, index, files of the layout, report, model card and config."""
+    write_sidecars(checkpoint, writer)
+    if len(checkpoint.shards) > 1:
+        shards = {shard: _outputs(conversions) for shard, conversions in plan.by_shard()}
+        write_index(writer, {shard: outputs for shard, outputs in shards.items() if outputs})
+    for name, content in plan.files.items():
+        writer.write_file(name, encode_json(content))
+    writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
+    writer.write_file(CARD_FILE, model_card(checkpoint, report, engines).encode())
+    writer.write_file(CONFIG_FILE, encode_json(plan.config))
+
+
+@dataclass
+class ConvertJob(RewriteJob[Conversion]):
+    """One run of `convert_checkpoint` over all shards."""
+
+    def sources(self, item: Conversion) -> Sequence[TensorInfo]:
+        """Return the source tensors."""
+        return item.sources
+
+    def outputs(self, item: Conversion) -> Sequence[OutputTensor]:
+        """Return the output tensor, if there is one."""
+        return _outputs([item])
+
+    def digests(self, item: Conversion) -> dict[str, Future[str]]:
+        """Hash each source tensor."""
+        return {info.name: self.pool.submit(copy_digest, self.checkpoint, info) for info in item.sources}
+
+    def submit(self, item: Conversion, shard: ShardWriter | None) -> list[Future[Any]]:
+        """Hand the conversion to the pool."""
+        return [self.pool.submit(run_conversion, self.checkpoint, item, shard)]
+
+    def entries(self, item: Conversion, results: list[Any]) -> list[dict[str, Any]]:
+        """Return a row for each source tensor; the output is counted with the first."""
+        (digests,) = results
+        action = _ACTIONS.get(item.change, "converted")
+        changes = () if item.change in (Change.KEEP, Change.DROP, Change.MOVE) else (item.change.value,)
+        reports = []
+        for index, (info, digest) in enumerate(zip(item.sources, digests, strict=True)):
+            output = item.output if index == 0 else None
+            reports.append(
+                ConvertedTensor(
+                    name=info.name,
+                    action=action,
+                    detail=", ".join((item.detail if index == 0 else "scale", *changes)),
+                    becomes=None if output is None else output.name,
+                    source_bytes=info.nbytes,
+                    output_bytes=0 if output is None else output.nbytes,
+                    source_digest=digest,
+                )
+            )
+        return [asdict(report) for report in reports]
+
+
+def _outputs(conversions: Sequence[Conversion]) -> list[OutputTensor]:
+    return [conversion.output for conversion in conversions if conversion.output is not None]

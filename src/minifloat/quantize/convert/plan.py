@@ -1,0 +1,130 @@
+"""`ConvertPlan`: the output of every tensor in a conversion.
+
+A plan is made from headers and config. Everything that prevents the conversion is an error while the plan is made,
+before anything is written.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.errors import ConversionError, UsageError
+from minifloat.model.layouts import Description, StoredWeight, WriteLayout, describe
+from minifloat.model.layouts.refusal import refuse_unknown_quantization
+from minifloat.quantize.convert.report import Rounding
+
+
+class Change(enum.Enum):
+    """The change to the bytes of a tensor; the value is the text in reports."""
+
+    KEEP = "not quantized"  #: same name, same bytes
+    MOVE = "bytes as they are"  #: under the name and the shape of the target
+    WIDEN = "widened to float32"
+    INVERT = "reciprocal"
+    DECODE = "dequantized"
+    DROP = "dropped"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Source tensors, and the one output tensor that they become.
+
+    Attributes:
+        sources: The tensors that are read; the first decides the shard of the output.
+        output: The tensor that is written; None: nothing is written.
+        change: The change to the bytes.
+        detail: Text for the report.
+        matrices: For DECODE: the weights whose rows follow each other in each matrix of the output. The output is a
+            matrix, or the fused experts.
+        transposed: For DECODE: whether each matrix is stored ``[K, N]``.
+    """
+
+    sources: tuple[TensorInfo, ...]
+    output: OutputTensor | None
+    change: Change
+    detail: str
+    matrices: tuple[tuple[StoredWeight, ...], ...] = ()
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """The plan of a whole checkpoint.
+
+    Attributes:
+        source_layout: Name of the source's layout, by `layouts.describe`.
+        layout: The layout that is written; None: dequantized weights.
+        dtype: Dtype of dequantized weights, a key of `dequantize_plan.DTYPES`; None where a layout is written.
+        conversions: In the order of the source's tensors.
+        config: The new config.json.
+        files: Further JSON files of the layout, by name.
+        rounding: Scales whose values change.
+        notes: Sentences for the user.
+    """
+
+    source_layout: str
+    layout: WriteLayout | None
+    dtype: str | None
+    conversions: tuple[Conversion, ...]
+    config: dict[str, Any]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rounding: Rounding = field(default_factory=Rounding)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all output tensors, headers not counted."""
+        return sum(conversion.output.nbytes for conversion in self.conversions if conversion.output is not None)
+
+    def by_shard(self) -> Iterator[tuple[str, list[Conversion]]]:
+        """Yield each source shard with its conversions, in order; the output has the same shards."""
+        shards: dict[str, list[Conversion]] = {}
+        for conversion in self.conversions:
+            shards.setdefault(conversion.sources[0].shard, []).append(conversion)
+        yield from shards.items()
+
+
+def describe_quantized(checkpoint: Checkpoint) -> Description:
+    """Describe a checkpoint that can be converted.
+
+    Raises:
+        UsageError: The checkpoint is not quantized.
+        ConversionError: Its quantization has parts other than codes and scales.
+    """
+    description = describe(checkpoint)
+    if description.layout is None:
+        raise UsageError(
+            f"{checkpoint.path} is not quantized; `minifloat quantize` does that, in any layout it can hold"
+        )
+    refuse_unknown_quantization(checkpoint, description)
+    return description
+
+
+def with_copies(checkpoint: Checkpoint, conversions: Iterable[Conversion]) -> tuple[Conversion, ...]:
+    """Return `conversions` and a copy of each tensor that none of them reads, in the order of the source."""
+    by_first_source = {conversion.sources[0].name: conversion for conversion in conversions}
+    converted = {info.name for conversion in by_first_source.values() for info in conversion.sources}
+    ordered = []
+    for name, info in checkpoint.tensors.items():
+        if name in by_first_source:
+            ordered.append(by_first_source[name])
+        elif name not in converted:
+            copy = OutputTensor(name, info.dtype, info.shape)
+            ordered.append(Conversion((info,), copy, Change.KEEP, Change.KEEP.value))
+    return tuple(ordered)
+
+
+def require_tensor(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    """Return a tensor of a quantized weight.
+
+    Raises:
+        ConversionError: The checkpoint lacks it.
+    """
+    try:
+        return checkpoint.tensors[name]
+    except KeyError:
+        raise ConversionError(f"{name} is missing: the weight cannot be decoded without it") from None

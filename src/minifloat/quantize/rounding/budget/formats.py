@@ -1,0 +1,242 @@
+"""The formats of a mixture: those that engines load together, as the rules of `minifloat.deploy.check` say.
+
+Each format is tried in a plan that mixes it with the formats accepted before it, for linears and for experts apart. If
+experts of different layers must not differ, all experts get one format together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.deploy.check.deployment import check_everywhere, loads_in
+from minifloat.deploy.check.judge import judge
+from minifloat.deploy.check.loading_rule import Case
+from minifloat.deploy.check.subject import Subject
+from minifloat.deploy.check.target import ENGINES, Target
+from minifloat.errors import TensorError, UsageError
+from minifloat.model.architecture.groups import expert_group
+from minifloat.model.plan.override_patterns import override_patterns
+from minifloat.model.plan.overrides import KEEP, Override
+from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.numerics.scheme import SCHEMES, Scheme
+from minifloat.quantize.rounding.budget.groups import Group, Groups, find_groups
+
+#: Makes the plan of a scheme with overrides.
+Planner: TypeAlias = Callable[[Scheme, Sequence[Override]], QuantizationPlan]
+
+#: Engines that must load a mixture without a target, as far as they load the cheapest format.
+_ENGINES = ("minifloat", "transformers", "vllm")
+#: Groups of each format in a trial.
+_GROUPS_PER_TRIAL = 2
+#: A shape large enough for scales per tensor or row not to count.
+_LARGE = (1 << 16, 1 << 16)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a mixture may consist of.
+
+    Attributes:
+        scheme: The cheapest format.
+        groups: The groups, each with the formats that it may have.
+        engines: Names of the engines, or the target, that load the mixture.
+        refused: Names of formats that they do not load in it.
+    """
+
+    scheme: Scheme
+    groups: Groups
+    engines: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def find_formats(
+    checkpoint: Checkpoint, planner: Planner, scheme: Scheme | None, user: Sequence[Override], target: str | None
+) -> Formats:
+    """Return the formats that may be mixed.
+
+    Args:
+        checkpoint: The source.
+        planner: Makes plans.
+        scheme: The cheapest format; None: the cheapest weight-only scheme that the shapes and the engines allow.
+        user: Overrides whose modules keep their format.
+        target: Where the output is to run; None: in minifloat, transformers and vLLM, on some machine.
+
+    Raises:
+        UsageError: `scheme` quantizes inputs, or no scheme suits the model and the target.
+        TensorError: `scheme` does not suit a tensor.
+    """
+    if scheme is not None and scheme.activation is not None:
+        names = ", ".join(candidate.name for candidate in _weight_only())
+        raise UsageError(f"a budget mixes formats of weights alone ({names}), and {scheme.name} quantizes inputs too")
+    loading = _Loading(checkpoint, target)
+    base, plan = _cheapest(planner, scheme, user, loading)
+    richer = [candidate for candidate in _weight_only() if candidate.weight.bits_per_weight(_LARGE) > _bits(base)]
+    groups = find_groups(plan, [base, *richer], user)
+    trial = _Trial(planner, base, user, loading.of(plan), groups)
+    allowed = {False: trial.mixed(experts=False, schemes=richer), True: trial.mixed(experts=True, schemes=richer)}
+    if len(allowed[True]) == 1 and any(_is_experts(group) for group in groups.groups):
+        together = trial.uniform_experts(richer)
+        if len(together) > 1:
+            allowed[True] = together
+            groups = find_groups(plan, [base, *richer], user, experts_together=True)
+    limited = tuple(_limited(group, allowed[_is_experts(group)]) for group in groups.groups)
+    roles = {_is_experts(group) for group in groups.groups}
+    refused = [s for s in (*richer, None) if not any(s in allowed[experts] for experts in roles)]
+    return Formats(
+        base,
+        replace(groups, groups=limited),
+        loading.names(plan),
+        tuple(KEEP if scheme is None else scheme.name for scheme in refused),
+    )
+
+
+def mixture(groups: Groups, chosen: Sequence[Scheme | None], default: Scheme) -> tuple[Override, ...]:
+    """Return the overrides that give each group its format, for a plan whose scheme is `default`."""
+    by_format: dict[Scheme | None, list[str]] = {}
+    for group, scheme in zip(groups.groups, chosen, strict=True):
+        if scheme != default:
+            by_format.setdefault(scheme, []).extend(group.modules)
+    return tuple(
+        Override(pattern, scheme)
+        for scheme, modules in by_format.items()
+        for pattern in override_patterns(modules, groups.names)
+    )
+
+
+def _bits(scheme: Scheme) -> float:
+    return scheme.weight.bits_per_weight(_LARGE)
+
+
+def _weight_only() -> list[Scheme]:
+    """Return the schemes of weights alone, the cheapest first."""
+    return sorted((scheme for scheme in SCHEMES.values() if scheme.activation is None), key=_bits)
+
+
+def _is_experts(group: Group) -> bool:
+    return expert_group(group.parts[0]) is not None
+
+
+def _limited(group: Group, allowed: Sequence[Scheme | None]) -> Group:
+    return replace(group, options=tuple(option for option in group.options if option.scheme in allowed))
+
+
+class _Loading:
+    """Says which engines load a plan.
+
+    Args:
+        checkpoint: The source.
+        target: The only engine and machine; None: all engines of `_ENGINES`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: str | None) -> None:
+        self._checkpoint = checkpoint
+        self._target = None if target is None else Target.parse(target)
+
+    def engines(self, plan: QuantizationPlan) -> set[str]:
+        """Return the names of the engines, or of the target, that load the plan."""
+        subject, model = Subject.of_plan(self._checkpoint, plan), str(self._checkpoint.path)
+        if self._target is not None:
+            failures = judge(model, plan.scheme.name, Case(subject, self._target)).failures
+            return set() if failures else {str(self._target)}
+        reports = check_everywhere(subject, model)
+        return {engine for engine in _ENGINES if loads_in(reports[engine])}
+
+    def names(self, plan: QuantizationPlan) -> tuple[str, ...]:
+        """Return the engines that load the plan, for messages."""
+        return tuple(ENGINES.get(engine, engine) for engine in sorted(self.engines(plan)))
+
+    def of(self, plan: QuantizationPlan) -> Callable[[QuantizationPlan], bool]:
+        """Return whether another plan loads wherever this one does."""
+        needed = self.engines(plan)
+        return lambda other: needed <= self.engines(other)
+
+    def refusal(self, plan: QuantizationPlan) -> str:
+        """Return why the target does not load a plan; empty if it does."""
+        if self._target is None:
+            return ""
+        try:
+            judge("", plan.scheme.name, Case(Subject.of_plan(self._checkpoint, plan), self._target)).require_loadable()
+        except UsageError as error:
+            return str(error)
+        return ""
+
+
+def _cheapest(
+    planner: Planner, scheme: Scheme | None, user: Sequence[Override], loading: _Loading
+) -> tuple[Scheme, QuantizationPlan]:
+    """Return the cheapest format, and the plan in which all weights have it."""
+    if scheme is not None:
+        plan = planner(scheme, user)
+        refusal = loading.refusal(plan)
+        if refusal:
+            raise UsageError(refusal)
+        return scheme, plan
+    reasons = []
+    for candidate in _weight_only():
+        try:
+            plan = planner(candidate, user)
+        except TensorError as error:
+            reasons.append(str(error))
+            continue
+        if loading.engines(plan):
+            return candidate, plan
+        reasons.append(loading.refusal(plan))
+    raise UsageError(f"no weight-only scheme suits this model: {reasons[0]}")
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Tries formats in plans.
+
+    Attributes:
+        planner: Makes plans.
+        base: The cheapest format.
+        user: Overrides of the user.
+        loads: Whether a plan loads where it must.
+        groups: The groups, with all formats that their shapes allow.
+    """
+
+    planner: Planner
+    base: Scheme
+    user: Sequence[Override]
+    loads: Callable[[QuantizationPlan], bool]
+    groups: Groups
+
+    def mixed(self, *, experts: bool, schemes: Sequence[Scheme]) -> list[Scheme | None]:
+        """Return the formats that groups of linears, or of experts, may have beside each other."""
+        accepted: list[Scheme | None] = [self.base]
+        for scheme in (*schemes, None):
+            formats = [*accepted, scheme]
+            cycle = iter(formats * _GROUPS_PER_TRIAL)
+            chosen = [
+                self._possible(group, next(cycle, self.base)) if _is_experts(group) is experts else self.base
+                for group in self.groups.groups
+            ]
+            if self._loads(chosen):
+                accepted.append(scheme)
+        return accepted
+
+    def uniform_experts(self, schemes: Sequence[Scheme]) -> list[Scheme | None]:
+        """Return the formats that the experts of all layers may have together."""
+        accepted: list[Scheme | None] = [self.base]
+        for scheme in (*schemes, None):
+            possible = all(
+                self._possible(group, scheme) == scheme for group in self.groups.groups if _is_experts(group)
+            )
+            chosen = [scheme if _is_experts(group) else self.base for group in self.groups.groups]
+            if possible and self._loads(chosen):
+                accepted.append(scheme)
+        return accepted
+
+    def _possible(self, group: Group, scheme: Scheme | None) -> Scheme | None:
+        return scheme if any(option.scheme == scheme for option in group.options) else self.base
+
+    def _loads(self, chosen: Sequence[Scheme | None]) -> bool:
+        try:
+            plan = self.planner(self.base, [*self.user, *mixture(self.groups, chosen, self.base)])
+        except UsageError:  # nothing would be quantized
+            return any(scheme is None for scheme in chosen)
+        return self.loads(plan)

@@ -1,0 +1,372 @@
+"""`round_within_budget`: choose a format for each group of weights by measured damage, and round in this mixture.
+
+The model is first rounded in the cheapest format. During this run, the damage of each group is measured as a KL
+divergence (`minifloat.quantize.rounding.damage`). In another format, the damage is smaller by the ratio of the errors of the
+group's outputs. The damages of groups are taken to add up to the divergence of the whole model. `knapsack.Frontier`
+chooses the formats, and the model is rounded once more from the original weights, so that every group makes up for the
+errors of those before it as they now are. A method that trains does so in the mixture only.
+
+With a bound on the KL divergence, the second run may miss it, because damages do not quite add up. Then the formats are
+chosen again with damages that are larger in proportion, at most `_ATTEMPTS` times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from minifloat.calibration.data import CalibrationSet
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import UsageError
+from minifloat.model.plan.overrides import KEEP, Override
+from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.rounding.budget.formats import Formats, Planner, mixture
+from minifloat.quantize.rounding.budget.groups import Group, Groups
+from minifloat.quantize.rounding.budget.knapsack import Frontier
+from minifloat.quantize.rounding.budget.target import Budget
+from minifloat.quantize.rounding.damage import GroupsToMeasure
+from minifloat.quantize.rounding.methods import METHODS
+from minifloat.quantize.rounding.options import DEFAULT_METHOD, RoundingOptions
+from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.run import round_checkpoint
+
+#: Runs in a mixture of formats before the closest one is taken.
+_ATTEMPTS = 3
+#: Part of a bound on the KL divergence that the next attempt aims at.
+_MARGIN = 0.95
+
+
+@dataclass(frozen=True)
+class MeasuredMixture:
+    """A mixture of formats in which the model was rounded.
+
+    Attributes:
+        bits: Bits per weight.
+        kl: KL divergence on held-out text, in nats per token.
+        predicted: The divergence that the measured damages predicted.
+    """
+
+    bits: float
+    kl: float
+    predicted: float
+
+
+@dataclass(frozen=True)
+class WithinBudget:
+    """A model that was rounded within a budget.
+
+    Attributes:
+        plan: The formats of all weights.
+        model: The output tensors, and how they were made.
+        budget: The budget.
+        formats: The formats that could be mixed.
+        chosen: The format of each group; None: kept as it is.
+        damages: For each group the damage of each of its options, in nats per token.
+        frontier: Bits per weight, and the least KL divergence that the damages predict.
+        measured: The mixtures in which the model was rounded, the cheapest format everywhere first.
+        tokens: Held-out tokens on which damages were measured.
+    """
+
+    plan: QuantizationPlan
+    model: RoundedModel
+    budget: Budget
+    formats: Formats
+    chosen: tuple[Scheme | None, ...]
+    damages: tuple[tuple[float, ...], ...]
+    frontier: tuple[tuple[float, float], ...]
+    measured: tuple[MeasuredMixture, ...]
+    tokens: int
+
+    @property
+    def result(self) -> MeasuredMixture:
+        """The mixture of the output."""
+        return self.measured[-1]
+
+    @property
+    def reached(self) -> bool:
+        """Whether the output is within the budget."""
+        return self.budget.max_kl is None or self.result.kl <= self.budget.max_kl
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of groups by format, the most frequent first."""
+        names = [_name(scheme) for scheme in self.chosen]
+        return {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences for the user."""
+        counts = ", ".join(f"{name} for {count}" for name, count in self.counts().items())
+        result, notes = self.result, []
+        notes.append(
+            f"Budget of {self.budget}: {result.bits:.3f} bits per weight, {counts} of {len(self.chosen)} groups of "
+            f"weights; KL {result.kl:.4f} nats, {result.predicted:.4f} predicted, {self.measured[0].kl:.4f} with "
+            f"{self.formats.scheme.name} alone. The mixture was chosen from formats that load in "
+            f"{', '.join(self.formats.engines)}."
+        )
+        if not self.reached:
+            notes.append(
+                f"WARNING: {self.budget} was not reached in {len(self.measured)} runs; {result.kl:.4f} nats at "
+                f"{result.bits:.3f} bits per weight is the nearest."
+            )
+        return tuple(notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the budget, the choice and the measurements as JSON values."""
+        return {
+            **self.budget.to_dict(),
+            "bits_per_weight": self.result.bits,
+            "reached": self.reached,
+            "engines": list(self.formats.engines),
+            "refused_formats": list(self.formats.refused),
+            "tokens": self.tokens,
+            "measured": [vars(mixture) for mixture in self.measured],
+            "frontier": [list(point) for point in self.frontier],
+            "groups": [
+                {
+                    "group": group.name,
+                    "format": _name(scheme),
+                    "damage": {
+                        _name(option.scheme): damage for option, damage in zip(group.options, damages, strict=True)
+                    },
+                }
+                for group, scheme, damages in zip(self.formats.groups.groups, self.chosen, self.damages, strict=True)
+            ],
+        }
+
+
+@contextmanager
+def round_within_budget(
+    checkpoint: Checkpoint,
+    planner: Planner,
+    budget: Budget,
+    formats: Formats,
+    user: Sequence[Override],
+    kept: CalibrationSet,
+    held_out: CalibrationSet,
+    options: RoundingOptions,
+    work_dir: Path,
+    progress: Progress | None = None,
+) -> Iterator[WithinBudget]:
+    """Round a model in the mixture of formats with the least damage within a budget.
+
+    Args:
+        checkpoint: The original model.
+        planner: Makes plans.
+        budget: The budget; `require_feasible` accepted it.
+        formats: The formats that may be mixed.
+        user: Overrides of the user.
+        kept: The text that statistics come from.
+        held_out: Other text, on which damages and the divergence are measured.
+        options: Method, folding, device.
+        work_dir: Path of the folder of the first run; the other runs append a number.
+        progress: Called after each sequence of each pass over a layer.
+
+    Raises:
+        UsageError: The budget needs every weight in 16 bits, or the layers cannot be run one at a time.
+        DataError: A token id is beyond the vocabulary.
+        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
+        SingularHessianError: The inputs of a linear allow no error compensation.
+        StorageError: The system refused to read or write.
+    """
+    groups = formats.groups
+    request = GroupsToMeasure(
+        {group.name: group.parts for group in groups.groups},
+        list(dict.fromkeys(o.scheme for group in groups.groups for o in group.options if o.scheme is not None)),
+    )
+    untrained = replace(options, method=METHODS[DEFAULT_METHOD]) if options.method.trains else options
+    with ExitStack() as stack:
+
+        def rounded(plan: QuantizationPlan, run: int) -> RoundedModel:
+            folder = work_dir.with_name(f"{work_dir.name}-{run}")
+            report = None if progress is None else partial(_report, progress, run)
+            of_run, measured = (untrained, request) if run == 0 else (options, None)
+            return stack.enter_context(
+                round_checkpoint(checkpoint, plan, kept, held_out, of_run, folder, report, measured)
+            )
+
+        plan = planner(formats.scheme, user)
+        first = rounded(plan, 0)
+        search = _Search(budget, groups, first, formats.scheme)
+        chosen, model = search.cheapest, first
+        search.add(chosen, first.held_out["method"])
+        for run in range(1, _ATTEMPTS + 1):
+            choice = search.choose()
+            if choice is None or choice == chosen:
+                break
+            chosen = choice
+            plan = planner(*_recipe(groups, search.schemes(chosen), user, formats.scheme))
+            model = rounded(plan, run)
+            search.add(chosen, model.held_out["method"])
+        if model is first and untrained is not options:
+            model = rounded(plan, 1)
+            search.add(chosen, model.held_out["method"])
+        yield WithinBudget(
+            plan,
+            model,
+            budget,
+            replace(formats, groups=search.groups),
+            search.schemes(chosen),
+            search.damages,
+            search.curve(),
+            tuple(search.measured),
+            int(first.damage["tokens"]),
+        )
+
+
+def _report(progress: Progress, run: int, done: int, total: int, what: str) -> None:
+    progress(done, total, f"{'measuring damage' if run == 0 else f'mixture {run}'}: {what}")
+
+
+def require_feasible(budget: Budget, groups: Groups) -> None:
+    """Refuse a budget of bits or bytes that no mixture meets, or that quantizes nothing.
+
+    Raises:
+        UsageError: The message names the nearest budget.
+    """
+    allowed = allowed_bytes(budget, groups)
+    if allowed is None:
+        return
+    least = sum(group.options[0].nbytes for group in groups.groups)
+    most = sum(group.options[-1].nbytes for group in groups.groups)
+    if allowed < least:
+        raise UsageError(f"{budget} cannot be met: the nearest that can is {_as_budget(budget, groups, least)}")
+    if allowed >= most and all(group.options[-1].scheme is None for group in groups.groups):
+        below = most - min(group.options[-1].nbytes - group.options[-2].nbytes for group in groups.groups)
+        raise UsageError(
+            f"{budget} leaves every weight as it is; the largest that quantizes one is "
+            f"{_as_budget(budget, groups, below)}"
+        )
+
+
+def allowed_bytes(budget: Budget, groups: Groups) -> int | None:
+    """Return the bytes that the groups may take; None: the budget bounds the KL divergence."""
+    if budget.bits is not None:
+        return math.floor(budget.bits * groups.counted_weights / 8) - groups.counted_bytes
+    return None if budget.nbytes is None else budget.nbytes - groups.fixed_bytes
+
+
+def _as_budget(budget: Budget, groups: Groups, group_bytes: int) -> str:
+    """Return the budget of the same kind that just allows `group_bytes`."""
+    if budget.bits is None:
+        return f"{group_bytes + groups.fixed_bytes:,} bytes"
+    return f"{math.ceil(groups.bits(group_bytes) * 1000) / 1000:g} bits per weight"
+
+
+def _recipe(
+    groups: Groups, chosen: Sequence[Scheme | None], user: Sequence[Override], cheapest: Scheme
+) -> tuple[Scheme, list[Override]]:
+    """Return the scheme that most weights have, and the overrides for all others."""
+    weights: dict[Scheme, int] = {}
+    for group, scheme in zip(groups.groups, chosen, strict=True):
+        if scheme is not None:
+            weights[scheme] = weights.get(scheme, 0) + group.weights
+    default = max(weights, key=lambda scheme: weights[scheme], default=cheapest)
+    return default, [*user, *mixture(groups, chosen, default)]
+
+
+def _name(scheme: Scheme | None) -> str:
+    return KEEP if scheme is None else scheme.name
+
+
+@dataclass
+class _Search:
+    """The damages, and the choices that they lead to.
+
+    Attributes:
+        budget: The budget.
+        groups: The groups.
+        first: The model in the cheapest format, with the damage of each group.
+        scheme: The cheapest format.
+        measured: The mixtures that were rounded.
+    """
+
+    budget: Budget
+    groups: Groups
+    first: RoundedModel
+    scheme: Scheme
+    measured: list[MeasuredMixture] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.groups = _measurable(self.groups, self.first.damage["given_back"])
+        self.damages = tuple(_damages(self.groups.groups, self.first, self.scheme))
+        costs = [[option.nbytes for option in group.options] for group in self.groups.groups]
+        self._frontier = Frontier(costs, self.damages)
+        self._aim = 1.0
+
+    @property
+    def cheapest(self) -> list[int]:
+        """The choice of the cheapest format everywhere."""
+        return [0] * len(self.groups.groups)
+
+    def schemes(self, choice: Sequence[int]) -> tuple[Scheme | None, ...]:
+        """Return the format of each group."""
+        return tuple(group.options[option].scheme for group, option in zip(self.groups.groups, choice, strict=True))
+
+    def add(self, choice: Sequence[int], kl: float) -> None:
+        """Record what a choice measured."""
+        bits = self.groups.bits(self._frontier.cost(choice))
+        predicted = self._frontier.damage(choice)
+        self.measured.append(MeasuredMixture(bits, kl, predicted))
+        if kl > 0:
+            self._aim = min(self._aim, _MARGIN * predicted / kl)
+
+    def choose(self) -> list[int] | None:
+        """Return the next choice; None: the last one stays.
+
+        Raises:
+            UsageError: A bound on the KL divergence is so small that nothing would be quantized.
+        """
+        if self.budget.max_kl is None:
+            if len(self.measured) > 1:
+                return None
+            allowed = allowed_bytes(self.budget, self.groups)
+            assert allowed is not None
+            return self._frontier.within(allowed)
+        if self.measured[-1].kl <= self.budget.max_kl:
+            return None
+        choice = self._frontier.reaching(self._aim * self.budget.max_kl)
+        if choice is None or not any(self.schemes(choice)):
+            best = min(self.measured, key=lambda mixture: mixture.kl)
+            raise UsageError(
+                f"{self.budget} cannot be met unless every weight stays as it is; {best.kl:.4f} nats at "
+                f"{best.bits:.3f} bits per weight is the nearest that was measured"
+            )
+        return choice
+
+    def curve(self) -> tuple[tuple[float, float], ...]:
+        """Return bits per weight, and the least KL divergence that the damages predict."""
+        return tuple((self.groups.bits(cost), damage) for cost, damage in self._frontier.points())
+
+
+def _measurable(groups: Groups, given_back: Mapping[str, float]) -> Groups:
+    """Return the groups, of which those without a measurement keep the cheapest format."""
+
+    def limited(group: Group) -> Group:
+        options = group.options if group.name in given_back else group.options[:1]
+        return replace(group, options=options)
+
+    return replace(groups, groups=tuple(map(limited, groups.groups)))
+
+
+def _damages(groups: Sequence[Group], first: RoundedModel, scheme: Scheme) -> Iterator[tuple[float, ...]]:
+    """Yield for each group the damage of each option; those of the cheapest format add up to the KL divergence."""
+    whole, given_back, alone = first.damage["kl"], first.damage["given_back"], first.damage["alone"]
+    gains = {name: max((whole - given_back[name] + alone[name]) / 2, 0.0) for name in given_back}
+    share = first.held_out["method"] / (sum(gains.values()) or 1.0)
+    for group in groups:
+        errors: dict[str, float] = {}
+        for part in group.parts:
+            for name, error in first.weights.get(part, {}).get("format_errors", {}).items():
+                errors[name] = errors.get(name, 0.0) + error
+        largest = errors.get(scheme.name) or 1.0
+        damage = share * gains.get(group.name, 0.0)
+        yield tuple(
+            0.0 if option.scheme is None else damage * errors.get(option.scheme.name, largest) / largest
+            for option in group.options
+        )

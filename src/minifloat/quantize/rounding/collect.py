@@ -1,0 +1,357 @@
+"""The walk that stores the Hessians of a model: layer by layer through the original model, without any rounding.
+
+It takes the same sums over the same rows as `minifloat.quantize.rounding.walk` with the method gptq, so that codes from stored
+Hessians are those of a run with the text. Memory holds one layer and its Hessians; hidden states are on disk, and a
+killed run continues after the last layer that is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minifloat.calibration.data import CalibrationSet, SourceLike
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.layerwise.calls import LayerCall, LayersNotSeparableError
+from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
+from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
+from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.options import DEFAULT_RUN, RunOptions
+from minifloat.calibration.own_text import WriteCopy
+from minifloat.calibration.session import TextOptions, load_texts
+from minifloat.calibration.whole import check_data
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.files import storage_errors, sync_folder
+from minifloat.checkpoint.hub import model_folder
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import DataError, DestinationError, StatsError, UsageError
+from minifloat.model.layouts.plain_view import plain_view
+from minifloat.quantize.rounding.fold_sample import FoldSample
+from minifloat.quantize.rounding.inputs import largest_inputs
+from minifloat.quantize.rounding.saved import (
+    LayerHessians,
+    SavedHessians,
+    SavedLayer,
+    fold_sample_name,
+    layer_path,
+    pack_symmetric,
+    read_saved_layer,
+    write_saved_layer,
+)
+from minifloat.quantize.rounding.slots import SlotRows, own_statistics
+from minifloat.quantize.rounding.stages import Stage, find_stages
+from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, Rows, Sample, Statistics
+from minifloat.quantize.rounding.stored_readings import StoredReadings
+from minifloat.quantize.rounding.taps import LayerTaps, Reading, pair
+
+#: Fewer tokens than this per input channel determine a Hessian badly.
+TOKENS_PER_CHANNEL = 4
+
+_WORK_SUFFIX = ".minifloat-work"
+
+
+def save_hessians(
+    model: str | os.PathLike[str],
+    sources: SourceLike | Sequence[SourceLike],
+    folder: Path,
+    text: TextOptions,
+    run: RunOptions = DEFAULT_RUN,
+    *,
+    own_text_file: Path | None = None,
+    write_copy: WriteCopy | None = None,
+    from_quantized: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    revision: str | None = None,
+) -> SavedHessians:
+    """Run text through an unquantized model, and store the Hessians of its linears.
+
+    A call whose result is there already returns it; an interrupted one is continued by the same call.
+
+    Args:
+        model: An unquantized model: a folder or a model of the hub; with `from_quantized` a quantized one.
+        sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes.
+        folder: The folder of the Hessians, as `saved.hessians_path` names it.
+        text: How text becomes sequences of tokens. The held-out part must not be empty.
+        run: Memory and device.
+        own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
+        write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
+        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
+        overwrite: Replace Hessians of another text or model.
+        progress: Called after each sequence of each layer.
+        revision: Of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+
+    Raises:
+        DataError: The text is missing, too short, or does not fit the model.
+        DestinationError: The folder holds Hessians of another run and `overwrite` is False, or other files.
+        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
+        UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed.
+        StorageError: The system refused to read or write.
+    """
+    with Checkpoint.open(model_folder(model, revision=revision)) as stored:
+        checkpoint = plain_view(stored) if from_quantized else stored
+        data = load_texts(
+            checkpoint,
+            sources,
+            text,
+            own_text_file=own_text_file,
+            write_copy=write_copy,
+            device=run.device,
+            progress=progress,
+        )
+        if not text.held_out:
+            raise DataError("Hessians need held-out text, on which codes are judged: give --held-out above 0")
+        kept, held_out = data.held_out(text.held_out)
+        return collect_hessians(checkpoint, kept, held_out, folder, run, data, overwrite=overwrite, progress=progress)
+
+
+def collect_hessians(
+    checkpoint: Checkpoint,
+    kept: CalibrationSet,
+    held_out: CalibrationSet,
+    folder: Path,
+    run: RunOptions = DEFAULT_RUN,
+    data: CalibrationSet | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> SavedHessians:
+    """Store the Hessians of an open model, as `save_hessians` does with text that is tokens already.
+
+    Args:
+        checkpoint: The unquantized model.
+        kept: The text that Hessians come from.
+        held_out: Other text, whose inputs codes are judged on.
+        folder: The folder of the Hessians.
+        run: Memory and device.
+        data: Both texts together, for the record.
+        overwrite: Replace Hessians of another text or model.
+        progress: Called after each sequence of each layer.
+    """
+    model = CalibrationModel(checkpoint, run)
+    loader = model.loader()
+    for each in (kept, held_out):
+        check_data(each, loader.model.config.get_text_config().vocab_size)
+    try:
+        stack = LayerStack(model, loader, run.max_memory)
+        both = CalibrationSet((*kept.sequences, *held_out.sequences))
+        fingerprint = run_fingerprint(loader, both, "hessians", len(kept.sequences))
+        if (done := _finished(folder, fingerprint, overwrite=overwrite)) is not None:
+            return done
+        _require_tokens(stack, kept.tokens)
+        work = folder.with_name(folder.name + _WORK_SUFFIX)
+        _take_back(folder, work)
+        with WorkFolder[LayerHessians | SavedLayer](work, fingerprint, read_saved_layer, write_saved_layer) as opened:
+            _CollectingWalk(stack, kept, held_out, progress).run(opened)
+            layers = tuple(layer.digest for layer in opened.finished if isinstance(layer, SavedLayer))
+            _move_layers(opened, folder, len(layers))
+            record = dict((data or both).record)
+            saved = SavedHessians(folder, ModelIdentity.of(checkpoint), fingerprint, record, kept.tokens, layers)
+            saved.save()
+            opened.remove()
+        return saved
+    except LayersNotSeparableError as error:
+        raise UsageError(
+            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; calibrate without --hessians"
+        ) from error
+
+
+def _finished(folder: Path, fingerprint: str, *, overwrite: bool) -> SavedHessians | None:
+    """Return the Hessians that the same run stored before; None if they are to be collected."""
+    if not SavedHessians.exist(folder):
+        return None
+    try:
+        saved = SavedHessians.load(folder)
+        if saved.run == fingerprint:
+            for index in range(len(saved.layers)):
+                saved.layer(index)
+            return saved
+    except StatsError:
+        if not overwrite:
+            raise
+    if not overwrite:
+        raise DestinationError(
+            f"{folder}: holds the Hessians of another model, text or version; choose another name or use --overwrite"
+        )
+    SavedHessians.discard(folder)
+    return None
+
+
+def _require_tokens(stack: LayerStack, tokens: int) -> None:
+    """Raise an error if the text is too short for the widest linear."""
+    widths = [site.width for site in stack.sites.linears]
+    widths += [max(site.inner_width, site.outer_width) for site in stack.sites.experts]
+    needed = TOKENS_PER_CHANNEL * max(widths, default=0)
+    if tokens < needed:
+        raise DataError(
+            f"{tokens:,} tokens of calibration text are too few for linears with {max(widths):,} input channels: "
+            f"give at least {needed:,} (--samples, --seq-len, or more text)"
+        )
+
+
+def _take_back(folder: Path, work: Path) -> None:
+    """Move the layers of a run that was killed while it completed the folder back to its work."""
+    for file in sorted(folder.glob("layer-*.safetensors")):
+        with storage_errors(file, "move"):
+            if work.is_dir() and not work.is_symlink() and not (work / file.name).exists():
+                file.replace(work / file.name)
+            else:
+                file.unlink()
+
+
+def _move_layers(work: WorkFolder[LayerHessians | SavedLayer], folder: Path, layers: int) -> None:
+    """Move the files of finished layers into the folder."""
+    with storage_errors(folder, "create it"):
+        folder.mkdir(exist_ok=True)
+    for index in range(layers):
+        with storage_errors(work.results(index), "move"):
+            work.results(index).replace(layer_path(folder, index))
+    sync_folder(folder)
+
+
+class _CollectingWalk:
+    """One run over all layers of the original model."""
+
+    def __init__(
+        self, stack: LayerStack, kept: CalibrationSet, held_out: CalibrationSet, progress: Progress | None
+    ) -> None:
+        self.stack, self.progress = stack, progress
+        self.sequences = (*kept.sequences, *held_out.sequences)
+        self.first_held_out = len(kept.sequences)
+        self.held_out = len(held_out.sequences)
+
+    def run(self, folder: WorkFolder[LayerHessians | SavedLayer]) -> None:
+        """Store all layers that the folder does not have yet."""
+        if len(folder.finished) == len(self.stack):
+            return
+        with TensorFile(folder.arguments) as file:
+            pool = ArgumentPool(file, self.stack.device)
+            self.pool = pool
+            calls_of_sequences = self._start(folder, pool)
+            for index in range(len(folder.finished), len(self.stack)):
+                self.calls = [calls[index] for calls in calls_of_sequences]
+                folder.finish(index, self._layer(index, folder))
+
+    def _start(self, folder: WorkFolder[LayerHessians | SavedLayer], pool: ArgumentPool) -> list[tuple[LayerCall, ...]]:
+        """Return the calls of all layers, and write the inputs of layer 0 unless a run is continued."""
+        resumed = folder.continues()
+        self.places: list[StoredTensor] = []
+        with TensorFile(folder.draft) as draft:
+
+            def keep(_: int, hidden: Tensor) -> None:
+                end = self.places[-1].end if self.places else 0
+                self.places.append(StoredTensor(end, hidden.shape, hidden.dtype))
+                if not resumed:
+                    draft.write(self.places[-1], hidden)
+
+            calls = self.stack.capture(self.sequences, pool, keep)
+            if not resumed:
+                draft.sync()
+                folder.keep_draft(0)
+        return calls
+
+    @torch.inference_mode()
+    def _layer(self, index: int, folder: WorkFolder[LayerHessians | SavedLayer]) -> LayerHessians:
+        """Run one layer, write the hidden states behind it, and return what is stored of it."""
+        with ExitStack() as stack:
+            with torch.inference_mode(False):  # parameters as in the whole model
+                layer = stack.enter_context(self.stack.weights.layer(index))
+            hidden = stack.enter_context(TensorFile(folder.hidden(index)))
+            draft = stack.enter_context(TensorFile(folder.draft))
+            readings = StoredReadings(stack.enter_context(TensorFile(folder.reference)))
+            rows = stack.enter_context(TensorFile(folder.rows))
+
+            def states(number: int) -> Tensor:
+                return hidden.read(self.places[number]).to(self.stack.device)
+
+            prefix, sites = f"{self.stack.path}.{index}", self.stack.sites_of(index)
+            first = self.pool.restore(self.calls[0])
+            stages = find_stages(self.stack.model, prefix, layer, sites, first, states(0))
+            taps = LayerTaps(self.stack.model, layer, stages)
+            for number, place in enumerate(self.places):
+                output, found = taps.read_all(self.pool.restore(self.calls[number]), states(number))
+                draft.write(place, output)
+                readings.keep(number, found)
+                self._report(index, number)
+            stored = self._store(stages, readings, rows)
+            draft.sync()
+            folder.keep_draft(index + 1)
+        return stored
+
+    def _store(self, stages: Sequence[Stage], readings: StoredReadings, rows: TensorFile) -> LayerHessians:
+        """Return what is stored of a layer."""
+        tensors: dict[str, Tensor] = {}
+        all_tokens: list[list[int]] = []
+        sample = FoldSample(readings, stages, self.first_held_out, len(self.sequences))
+        for number, stage in enumerate(stages):
+            samples = [Sample(HELD_OUT_ROWS, self.held_out) for _ in stage.slots]
+            all_tokens.append([])
+            for slot, own in self._moments(number, stage, readings, rows, samples):
+                tensors[f"hessian.{number}.{slot}"] = pack_symmetric(own.hessian)
+                all_tokens[-1].append(own.tokens)
+            for slot, kept in enumerate(samples):
+                if (held_out := kept.rows()) is not None:
+                    tensors[f"held_out.{number}.{slot}"] = _compact(held_out.inputs, self.stack.model.dtype)
+            for slot in range(len(stage.slots)) if stage.outer else [0]:
+                for part in (False, True):
+                    if (chosen := sample(number, slot, part)) is not None:
+                        tensors[fold_sample_name(number, slot, part)] = _compact(chosen, self.stack.model.dtype)
+            tensors |= self._largest(number, stage, readings)
+        return LayerHessians(stages, all_tokens, tensors)
+
+    def _moments(
+        self, number: int, stage: Stage, readings: StoredReadings, file: TensorFile, samples: Sequence[Sample]
+    ) -> Iterator[tuple[int, Statistics]]:
+        """Yield the statistics of each slot of a stage, and fill the held-out samples."""
+        if stage.outer is None:
+            accumulator = Accumulator(stage.width)
+            for sequence, rows, _ in self._rows(number, stage, readings):
+                (samples[0] if sequence >= self.first_held_out else accumulator).add(rows)
+            yield 0, accumulator.finish()
+            return
+        slots = SlotRows(file, len(stage.slots))
+        for sequence, rows, experts in self._rows(number, stage, readings):
+            assert experts is not None
+            if sequence < self.first_held_out:
+                slots.keep(rows, experts)
+                continue
+            for expert in torch.unique(experts).tolist():
+                samples[expert].add(rows.pick(experts == expert))
+        yield from own_statistics(slots, stage.width, drift=False)
+
+    def _rows(self, number: int, stage: Stage, readings: StoredReadings) -> Iterator[tuple[int, Rows, Tensor | None]]:
+        """Yield the inputs of a stage for each sequence, and the expert of each row."""
+        for sequence in range(len(self.sequences)):
+            reading = original = readings.read(sequence, number)
+            if stage.outer is False:
+                routing = readings.read(sequence, number + 1)  # of the down projections: the same rows
+                reading = Reading(original.inputs[routing.tokens], routing.slots, routing.tokens)
+            yield sequence, *pair(original, reading, stage, sequence)
+
+    def _largest(self, number: int, stage: Stage, readings: StoredReadings) -> dict[str, Tensor]:
+        """Return the largest input of each channel of each slot in the text that is not held out."""
+        tensors: dict[str, Tensor] = {}
+        for sequence in range(self.first_held_out):
+            routing = readings.read(sequence, number + 1) if stage.outer is False else None
+            for slot, largest, _ in largest_inputs(readings.read(sequence, number), routing):
+                name = f"amax.{number}.{slot}"
+                tensors[name] = torch.maximum(tensors[name], largest) if name in tensors else largest
+        return tensors
+
+    def _report(self, index: int, number: int) -> None:
+        if self.progress is not None:
+            count = len(self.sequences)
+            done, total = index * count + number + 1, count * len(self.stack)
+            self.progress(done, total, f"layer {index + 1} of {len(self.stack)}, Hessians")
+
+
+def _compact(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 rows in the model's dtype if that holds the same values."""
+    small = rows.to(dtype)
+    return small if torch.equal(small.float(), rows) else rows

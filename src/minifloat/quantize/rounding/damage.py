@@ -1,0 +1,179 @@
+"""The damage of each group of weights to a quantized model, measured while the walk quantizes it.
+
+Two more streams of hidden states go through the layers for each group. In one, the group alone has its original weights
+("given back") in the quantized model; in the other, the group alone is quantized in the original model. A stream begins
+behind the layer of its group and goes on with all others, so that each layer is loaded once and memory does not grow
+with the number of groups. At the end, both are compared with the original model.
+
+A method that follows the quantized model corrects part of a group's error in the groups after it. Giving the group back
+leaves these corrections without their error, and the group alone has its error without them. If the correction is the
+best one, a projection, the two mistakes cancel in the mean of both damages, which is then the part of the error that
+remains: what the model gains if it is rounded once more without this error.
+
+The held-out inputs also tell how much smaller the error of the outputs would be in other formats: `LayerRounding`
+measures it, rounding to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from minifloat.calibration.layerwise.storage import StoredTensor
+from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.rounding.divergence import KLMeans, token_kl
+
+#: Held-out tokens that go through the model twice per group.
+_TOKENS = 4096
+
+#: Number of a sequence -> where its hidden states are.
+Places: TypeAlias = Mapping[int, StoredTensor]
+#: Runs the current layer over the hidden states at the first places, for the sequences of the second, and writes there.
+RunLayer: TypeAlias = Callable[[Places, Places], None]
+
+
+@dataclass(frozen=True)
+class GroupsToMeasure:
+    """Groups of weights whose damage is to be measured.
+
+    Attributes:
+        groups: Group -> names of its quantized modules.
+        schemes: Formats whose errors of outputs are to be compared.
+    """
+
+    groups: Mapping[str, Sequence[str]]
+    schemes: Sequence[Scheme]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what determines the measurements, as JSON values."""
+        return {
+            "groups": {name: list(modules) for name, modules in self.groups.items()},
+            "schemes": [scheme.name for scheme in self.schemes],
+            "tokens": _TOKENS,
+        }
+
+
+@dataclass
+class DamageStreams:
+    """The streams of all groups.
+
+    Attributes:
+        request: The groups.
+        given_back: Group -> places of its stream through the quantized layers.
+        alone: Group -> places of its stream through the original layers.
+        started: The groups whose streams have begun.
+    """
+
+    request: GroupsToMeasure
+    given_back: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
+    alone: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
+    started: list[str] = field(default_factory=list)
+    _tokens: int = 0
+
+    def place(self, number: int, hidden: Tensor, end: int) -> int:
+        """Reserve room for the hidden states of a held-out sequence, as far as the sample takes it.
+
+        Args:
+            number: Of the sequence.
+            hidden: Its hidden states ``[1, T, H]``.
+            end: Offset at which the room starts.
+
+        Returns:
+            The offset behind the room.
+        """
+        if self._tokens >= _TOKENS:
+            return end
+        self._tokens += hidden.shape[1]
+        for group in self.request.groups:
+            for streams in (self.given_back, self.alone):
+                streams.setdefault(group, {})[number] = place = StoredTensor(end, hidden.shape, hidden.dtype)
+                end = place.end
+        return end
+
+    def run_original(self, run: RunLayer) -> None:
+        """Continue the streams through an original layer."""
+        for group in self.started:
+            run(self.alone[group], self.alone[group])
+
+    def run_quantized(
+        self,
+        run: RunLayer,
+        weights: Mapping[str, Tensor],
+        originals: Mapping[str, Tensor],
+        original: Places,
+        quantized: Places,
+    ) -> list[str]:
+        """Continue the streams through a quantized layer, and begin those of the groups in it.
+
+        Args:
+            run: Runs the layer.
+            weights: Views of the quantized weights in the layer, by module.
+            originals: Their original values.
+            original: Hidden states of the original model that enter the layer.
+            quantized: Those of the quantized model.
+
+        Returns:
+            The groups whose streams begin in this layer.
+        """
+        own = {group: {*members} & originals.keys() for group, members in self.request.groups.items()}
+        own = {group: members for group, members in own.items() if members}
+        new = [group for group in own if group not in self.started]
+        for group in [*self.started, *new]:
+            source = quantized if group in new else self.given_back[group]
+            with _original_weights(weights, originals, own.get(group, ())):
+                run(source, self.given_back[group])
+        for group, members in own.items():
+            source = original if group in new else self.alone[group]
+            with _original_weights(weights, originals, originals.keys() - members):
+                run(source, self.alone[group])
+        self.started += new
+        return new
+
+    def measure(
+        self,
+        sequences: Sequence[Sequence[int]],
+        original: Places,
+        quantized: Places,
+        logits_of: Callable[[Sequence[int], Iterable[StoredTensor]], Iterator[Tensor]],
+    ) -> dict[str, Any]:
+        """Return KL divergences from the original model, as JSON values.
+
+        Args:
+            sequences: Token ids of each sequence.
+            original: Hidden states behind the last layer of the original model.
+            quantized: Those of the quantized model.
+            logits_of: Yields the logits of a sequence for each of several hidden states.
+
+        Returns:
+            ``tokens``, ``kl`` of the quantized model, ``given_back`` and ``alone`` by group, in nats per token.
+        """
+        kinds = {"given_back": self.given_back, "alone": self.alone}
+        streams = {(kind, group): by_group[group] for kind, by_group in kinds.items() for group in self.started}
+        means = {name: KLMeans() for name in [("kl", ""), *streams]}
+        for number in next(iter(self.alone.values()), {}):
+            places = [quantized[number], *(places[number] for places in streams.values())]
+            logits = logits_of(sequences[number], [original[number], *places])
+            base = next(logits)
+            for of_stream, candidate in zip(means.values(), logits, strict=True):
+                of_stream.add(token_kl(base, candidate)[None])
+        by_kind = {kind: {group: means[kind, group].mean for group in self.started} for kind in kinds}
+        return {"tokens": means["kl", ""].total, "kl": means["kl", ""].mean, **by_kind}
+
+
+@contextmanager
+def _original_weights(
+    weights: Mapping[str, Tensor], originals: Mapping[str, Tensor], modules: Iterable[str]
+) -> Iterator[None]:
+    """Put the original weights of some modules into the model while the context lasts."""
+    quantized = {module: weights[module].clone() for module in modules}
+    try:
+        for module in quantized:
+            weights[module].copy_(originals[module])
+        yield
+    finally:
+        for module, weight in quantized.items():
+            weights[module].copy_(weight)

@@ -1,0 +1,277 @@
+"""Chooses and applies folded scales: powers of two that move from the input of linears into what comes before them.
+
+Channels of large activations decide the error of the output. Multiplying their weight columns by s > 1 lowers their
+share of the rounding error in their blocks, and dividing the norm, v_proj or up_proj before the linear by s keeps the
+model's function (`minifloat.model.architecture.folding` lists where). `choose_exponents` tries scales that grow with the
+activations and keeps the exponents with the smallest error of the output; `apply_exponents` changes the tensors.
+
+Scales are powers of two, so that the 16-bit tensors that stay in the checkpoint keep their mantissas. The walk over the
+layers, which supplies inputs and weights, is not here.
+
+Source: AWQ (arXiv 2306.00978), section 3.2; for quantized inputs SmoothQuant (arXiv 2211.10438), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import ShapeError
+from minifloat.model.architecture.folding import FoldSite
+from minifloat.numerics.scheme import ActivationSpec, WeightSpec
+from minifloat.quantize.rounding.fold_loss import OutputLoss, powers_of_two
+
+#: Powers of the activations' magnitude that are tried.
+ALPHAS = (0.25, 0.5, 0.75, 1.0)
+#: Folding must lower the loss on held-out inputs by this fraction, and by twice the standard error of the difference.
+MIN_GAIN, MIN_ERRORS = 0.02, 2.0
+#: Largest magnitude of an exponent. It bounds what a channel that is nearly zero in the sample may lose elsewhere.
+MAX_EXPONENT = 8
+
+
+@dataclass(frozen=True)
+class FoldChoice:
+    """Exponents for one site and what they bring.
+
+    Attributes:
+        exponents: int32 ``[K]``; ``2**exponents`` multiplies the weights' columns and divides the inputs. All zero if
+            folding does not lower the loss on held-out inputs.
+        alpha: Power of the activations' magnitude; 0.0 if nothing is folded.
+        loss_without: Squared error of the outputs on held-out inputs without folding, over their squared norm.
+        loss_with: The same with the best candidate, also if that candidate was not accepted.
+    """
+
+    exponents: Tensor
+    alpha: float
+    loss_without: float
+    loss_with: float
+
+    @property
+    def folds(self) -> bool:
+        """Whether any exponent differs from zero."""
+        return bool(self.exponents.any())
+
+
+def choose_exponents(
+    weights: Sequence[Tensor],
+    spec: WeightSpec,
+    inputs: Tensor,
+    held_out: Tensor,
+    *,
+    activation: ActivationSpec | None = None,
+    classes: Tensor | None = None,
+    limits: tuple[Tensor, Tensor] | None = None,
+    shares: Sequence[int] | None = None,
+    alphas: Sequence[float] = ALPHAS,
+) -> FoldChoice:
+    """Choose the exponents of one site from a sample of its inputs.
+
+    A candidate is ``log2(a**alpha)`` rounded, with a the root mean square of each channel, shifted so that the median
+    exponent is 0. The loss is the squared error of the outputs after rounding weights (and inputs, with `activation`)
+    to nearest. The best candidate on `inputs` is accepted if, on `held_out`, it lowers the loss by `MIN_GAIN` and by
+    `MIN_ERRORS` standard errors of the difference over tokens.
+
+    Args:
+        weights: float32 ``[N_i, K]``, the weights of the site that are quantized.
+        spec: Storage format of the weights.
+        inputs: ``[T, K]``, sampled inputs of the weights, floating point, finite.
+        held_out: ``[T2, K]``, other inputs.
+        activation: Format of the inputs if they are quantized; None if they stay in 16 bits.
+        classes: int64 ``[K]`` from `channel_classes`: channels with the same number get the same exponent. By default
+            every channel is on its own.
+        limits: int32 ``[K]`` each, from `exponent_limits`: smallest and largest exponents that keep every tensor exact.
+        shares: One number per weight; weights with the same number share the scale of the whole tensor, where `spec`
+            has one. By default all share it.
+        alphas: Powers that are tried.
+
+    Returns:
+        The choice; its exponents are zero if no candidate is accepted.
+
+    Raises:
+        ShapeError: If weights and inputs differ in K, or there are no weights, inputs or held-out inputs.
+        UnsupportedTensorError: If inputs in `activation` are not simulated.
+    """
+    _check_shapes(weights, inputs, held_out)
+    inputs, held_out = inputs.float(), held_out.float()
+    loss = OutputLoss(weights, spec, inputs, activation, shares)
+    none = torch.zeros(inputs.shape[1], dtype=torch.int32)
+    best, best_alpha, best_loss = none, 0.0, loss.total(none)
+    magnitude = class_means(_magnitude(inputs), classes)
+    for alpha in alphas:
+        exponents = _limited(_exponents(magnitude, alpha), classes, limits)
+        candidate = loss.total(exponents)
+        if candidate < best_loss:
+            best, best_alpha, best_loss = exponents, alpha, candidate
+    without, norm = loss.per_token(held_out, none)
+    if not bool(best.any()):
+        ratio = _ratio(without, norm)
+        return FoldChoice(none, 0.0, ratio, ratio)
+    folded, _ = loss.per_token(held_out, best)
+    accepted = _is_better(folded, without)
+    return FoldChoice(
+        best if accepted else none, best_alpha if accepted else 0.0, _ratio(without, norm), _ratio(folded, norm)
+    )
+
+
+def channel_classes(site: FoldSite) -> Tensor | None:
+    """Return the producer's row of each input channel, int64 ``[K]``; None if every channel has its own row.
+
+    The query heads ``g * sharing`` to ``(g + 1) * sharing - 1`` read value head g.
+    """
+    if site.sharing == 1:
+        return None
+    rows = torch.arange(site.channels // site.sharing).view(-1, 1, site.head_dim)
+    return rows.expand(-1, site.sharing, -1).reshape(-1)
+
+
+def class_means(values: Tensor, classes: Tensor | None) -> Tensor:
+    """Return `values` float32 ``[K]`` with each channel's value replaced by the mean over its class."""
+    if classes is None:
+        return values
+    return _scatter(values, classes, "mean")[classes]
+
+
+def exponent_limits(site: FoldSite, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest exponent of each channel that keep every tensor of a site exact.
+
+    Every element must stay a normal number of its dtype; a subnormal element may only grow. Zero is always allowed.
+
+    Args:
+        site: The site.
+        tensors: The tensors of the site by name, in the dtypes in which they are stored.
+
+    Returns:
+        int32 ``[K]`` each: limits of at most 0 and of at least 0.
+    """
+    classes = channel_classes(site)
+    lower = torch.full((site.channels,), -MAX_EXPONENT, dtype=torch.int32)
+    upper = -lower
+    for sign, view in _views(site, tensors):
+        low, high = _range_of(view if sign > 0 else view.reshape(view.shape[0], -1).T)
+        if sign < 0:
+            low, high = -high, -low
+            if classes is not None:
+                low, high = low[classes], high[classes]
+        lower, upper = torch.maximum(lower, low), torch.minimum(upper, high)
+    return lower, upper
+
+
+def apply_exponents(site: FoldSite, tensors: Mapping[str, Tensor], exponents: Tensor) -> dict[str, Tensor]:
+    """Return the changed tensors of a site: columns of the readers times ``2**exponents``, producers divided by it.
+
+    Args:
+        site: The site.
+        tensors: The tensors of the site by name; other entries are ignored.
+        exponents: int32 ``[K]``; channels that share a value head must have the same exponent.
+
+    Returns:
+        A new tensor for every name in ``site.tensors``, in the dtype of the old one, exact.
+
+    Raises:
+        ShapeError: If `exponents` does not have K elements.
+        ValueError: If channels that share a producer's row have different exponents, or an exponent is outside
+            `exponent_limits`, so that a tensor would lose bits.
+    """
+    if tuple(exponents.shape) != (site.channels,):
+        raise ShapeError(site.readers[0].tensor, f"expected {site.channels} exponents, got {tuple(exponents.shape)}")
+    rows = _row_exponents(site, exponents)
+    lower, upper = exponent_limits(site, tensors)
+    if bool((exponents < lower.clamp(max=0)).any() or (exponents > upper).any()):
+        raise ValueError(
+            f"{site.readers[0].tensor}: exponents {int(exponents.min())} to {int(exponents.max())} are outside of "
+            "exponent_limits(site, tensors); clamp them to these limits"
+        )
+    changed = {name: tensors[name].clone() for name in site.tensors}
+    for sign, view in _views(site, changed):
+        if sign > 0:
+            view.mul_(powers_of_two(exponents).to(view))
+        else:
+            factor = powers_of_two(-rows).to(view)
+            view.mul_(factor if view.ndim == 1 else factor[:, None])
+    return changed
+
+
+def _check_shapes(weights: Sequence[Tensor], inputs: Tensor, held_out: Tensor) -> None:
+    if not weights:
+        raise ShapeError("weights", "expected at least one weight [N, K], got none")
+    channels = weights[0].shape[-1]
+    for name, x in (*((f"weights[{i}]", w) for i, w in enumerate(weights)), ("inputs", inputs), ("held_out", held_out)):
+        if x.ndim != 2 or x.shape[1] != channels or x.shape[0] == 0:
+            raise ShapeError(name, f"expected a matrix with rows and {channels} columns, got {tuple(x.shape)}")
+
+
+def _magnitude(inputs: Tensor) -> Tensor:
+    """Return the root mean square of each channel, float32 ``[K]``."""
+    return inputs.square().mean(0).sqrt()
+
+
+def _exponents(magnitude: Tensor, alpha: float) -> Tensor:
+    """Return ``log2(magnitude**alpha)`` rounded, with the median at 0, int32 ``[K]``; zero counts as tiny."""
+    smallest = magnitude.max() * 2.0 ** -(2 * MAX_EXPONENT)
+    logs = alpha * magnitude.clamp(min=max(float(smallest), torch.finfo(torch.float32).tiny)).log2()
+    return (logs - logs.median()).round().clamp(-MAX_EXPONENT, MAX_EXPONENT).to(torch.int32)
+
+
+def _limited(exponents: Tensor, classes: Tensor | None, limits: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return exponents clamped to the limits of all channels of their class."""
+    if limits is None:
+        return exponents
+    lower, upper = limits
+    if classes is not None:
+        lower = _scatter(lower, classes, "amax")[classes]
+        upper = _scatter(upper, classes, "amin")[classes]
+    return exponents.clamp(lower, upper)
+
+
+def _scatter(values: Tensor, classes: Tensor, reduce: str) -> Tensor:
+    """Return one value per class, reduced over the channels of the class."""
+    out = values.new_zeros(int(classes.max()) + 1)
+    return out.scatter_reduce(0, classes, values, reduce, include_self=False)
+
+
+def _is_better(folded: Tensor, without: Tensor) -> bool:
+    """Return whether the loss per token is smaller by `MIN_GAIN` and by `MIN_ERRORS` standard errors."""
+    gain = without - folded
+    error = float(gain.std()) / math.sqrt(gain.numel()) if gain.numel() > 1 else math.inf
+    return float(gain.mean()) > max(MIN_GAIN * float(without.mean()), MIN_ERRORS * error)
+
+
+def _ratio(loss: Tensor, norm: Tensor) -> float:
+    return float(loss.sum() / norm.sum().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _views(site: FoldSite, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the parts of a site as views: readers with the sign +1, producers with the sign -1."""
+    for sign, parts in ((1, site.readers), (-1, site.producers)):
+        for part in parts:
+            view = tensors[part.tensor]
+            view = view if part.expert is None else view[part.expert]
+            yield sign, (view if part.rows is None else view[slice(*part.rows)])
+
+
+def _row_exponents(site: FoldSite, exponents: Tensor) -> Tensor:
+    """Return the exponent of each row of the producers."""
+    classes = channel_classes(site)
+    if classes is None:
+        return exponents
+    rows = exponents.new_empty(site.channels // site.sharing)
+    rows[classes] = exponents
+    if not torch.equal(rows[classes], exponents):
+        raise ValueError(f"{site.readers[0].tensor}: query heads that share a value head have different exponents")
+    return rows
+
+
+def _range_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the limits of the exponents by which the columns of a tensor ``[..., K]`` can be scaled exactly."""
+    info = torch.finfo(matrix.dtype)
+    emin, emax = math.frexp(info.tiny)[1], math.frexp(info.max)[1]
+    magnitude = matrix.detach().abs().reshape(-1, matrix.shape[-1])
+    largest = magnitude.amax(0).float()
+    smallest = torch.where(magnitude == 0, info.max, magnitude).amin(0).float()
+    low = (emin - torch.frexp(smallest).exponent).clamp(-MAX_EXPONENT, 0)
+    high = (emax - torch.frexp(largest).exponent).clamp(0, MAX_EXPONENT)
+    return low.to(torch.int32), torch.where(largest == 0, MAX_EXPONENT, high).to(torch.int32)

@@ -1,0 +1,175 @@
+"""`LayerRounding`: choose the codes of the weights of one layer, and put them into the running model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minifloat.errors import NonFiniteError
+from minifloat.model.plan.tensor_plan import Part
+from minifloat.numerics.scheme import Scheme, WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.quantize.rounding.factor import DAMPING, Feedback, factorize, times
+from minifloat.quantize.rounding.grid import Grid, error_of
+from minifloat.quantize.rounding.layer_file import Bytes
+from minifloat.quantize.rounding.methods import Inputs, Method
+from minifloat.quantize.rounding.statistics import Rows, Statistics
+
+#: Fewer held-out rows than this say too little to prefer rounding to nearest.
+_FEWEST_HELD_OUT = 16
+
+
+@dataclass
+class LayerRounding:
+    """The weights of one layer while they are rounded.
+
+    Attributes:
+        method: Chooses the codes.
+        parts: The weights to quantize, by module.
+        weights: Views of these weights in the model, by module.
+        compared: Formats whose errors of outputs the report compares; the original weights are kept with them.
+        tensors: Output tensor name -> its bytes, of the weights that are rounded.
+        rows: A row of the report for each rounded weight.
+        originals: The original weights by module, where formats are compared.
+    """
+
+    method: Method
+    parts: Mapping[str, Part]
+    weights: Mapping[str, Tensor]
+    compared: Sequence[Scheme] = ()
+    tensors: dict[str, Bytes] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    originals: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._amaxes: dict[str, float] = {}
+
+    def measure(self) -> None:
+        """Measure the amax of weights that share a scale per tensor; call it when the weights have their final form.
+
+        Raises:
+            NonFiniteError: A weight holds NaN or Inf.
+        """
+        for module, part in self.parts.items():
+            if not bool(self.weights[module].isfinite().all()):
+                raise NonFiniteError(f"{module}.weight", "it holds NaN or Inf; the checkpoint is damaged")
+            if any(scheme.weight.needs_tensor_amax for scheme in (part.scheme, *self.compared)):
+                amax = float(self.weights[module].abs().amax())
+                self._amaxes[part.group] = max(self._amaxes.get(part.group, 0.0), amax)
+
+    def round_to_nearest(self) -> None:
+        """Replace every weight of the model by its nearest codes, without recording them."""
+        for module, part in self.parts.items():
+            self.weights[module].copy_(self._grid(module, part).nearest.dequantize())
+
+    def round_slot(
+        self, modules: Sequence[str], statistics: Statistics, held_out: Rows | None, facts: Mapping[str, Any]
+    ) -> None:
+        """Round the weights that share an input.
+
+        Args:
+            modules: Their names; those that are not quantized are skipped.
+            statistics: Of their input.
+            held_out: float32 rows of their input in text that is in no statistic; None: there are none.
+            facts: Further entries for the report.
+
+        Raises:
+            SingularHessianError: The statistics are no base for error compensation.
+        """
+        by_spec: dict[WeightSpec, list[str]] = {}
+        for module in modules:
+            if module in self.parts:
+                by_spec.setdefault(self.parts[module].scheme.weight, []).append(module)
+        if not by_spec:
+            return
+        feedback = factorize(statistics.hessian, modules[0]) if self.method.needs_data else None
+        inputs = Inputs(statistics, feedback, held_out)
+        facts = {**facts, **({} if feedback is None else _unusual(feedback))}
+        for members in by_spec.values():
+            grids = [self._grid(module, self.parts[module]) for module in members]
+            rounded = self.method.round([self.weights[module].float().cpu() for module in members], grids, inputs)
+            for module, grid, codes in zip(members, grids, rounded.codes, strict=True):
+                self._choose(module, grid, grid.with_codes(codes), held_out, {**rounded.details, **facts})
+
+    def _choose(
+        self, module: str, grid: Grid, candidate: QuantizedTensor, held_out: Rows | None, facts: Mapping[str, Any]
+    ) -> None:
+        """Take the codes of the method, or the nearest ones if those lose less on held-out text."""
+        weight = self.weights[module]
+        taken, method = candidate, self.method.name
+        row: dict[str, Any] = {"module": module, **facts}
+        if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
+            errors = output_errors(weight.float().cpu(), [grid.nearest, candidate], held_out)
+            row |= {"nearest_error": errors[0], "method_error": errors[1]}
+            if errors[1] > errors[0]:
+                taken, method = grid.nearest, "nearest"
+        dequantized = taken.dequantize()
+        row |= {"method": method, "stats": asdict(error_of(weight.cpu(), taken))}
+        if self.compared:
+            row["format_errors"] = self._format_errors(module, held_out)
+            self.originals[module] = weight.clone()
+        weight.copy_(dequantized)
+        self.rows.append(row)
+        names = self.parts[module].tensors
+        self.tensors[names.codes.name] = tensor_bytes(taken.codes)
+        self.tensors[names.scale.name] = tensor_bytes(taken.scale)
+        if names.global_scale is not None:
+            assert taken.global_scale is not None
+            self.tensors[names.global_scale.name] = tensor_bytes(taken.global_scale)
+
+    def _format_errors(self, module: str, held_out: Rows | None) -> dict[str, float]:
+        """Return the relative squared error of the outputs by name of a format, rounded to nearest.
+
+        Without enough held-out inputs it is the error of the weight.
+        """
+        weight, part = self.weights[module], self.parts[module]
+        outputs, inputs = weight.float(), None
+        if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
+            inputs = held_out.inputs.T
+            outputs = outputs @ inputs
+        energy = float(outputs.square().sum()) or 1.0
+        errors = {}
+        for scheme in self.compared:
+            if scheme.weight.divides(part.shape):
+                nearest = Grid.of(weight, scheme.weight, self._amaxes.get(part.group)).nearest.dequantize()
+                error = outputs - (nearest if inputs is None else nearest @ inputs)
+                errors[scheme.name] = float(error.square().sum()) / energy
+        return errors
+
+    def _grid(self, module: str, part: Part) -> Grid:
+        return Grid.of(self.weights[module].cpu(), part.scheme.weight, self._amaxes.get(part.group))
+
+
+def _unusual(feedback: Feedback) -> dict[str, Any]:
+    """Return what the report says of a Hessian that is singular or has columns without input."""
+    facts: dict[str, Any] = {"damping": feedback.damping} if feedback.damping > DAMPING else {}
+    return facts | ({"dead_columns": feedback.dead} if feedback.dead else {})
+
+
+def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_out: Rows) -> list[float]:
+    """Return the relative squared error of the outputs of each candidate on held-out inputs.
+
+    Where the linear adds to the residual stream, the error of the stream behind it counts.
+
+    Args:
+        weight: The original weight, float32 ``[N, K]``.
+        candidates: Quantized forms of it.
+        held_out: float32 rows.
+    """
+    inputs = held_out.inputs
+    original = times(held_out.reference, weight.T.contiguous())
+    target = original if held_out.residual is None else original + held_out.residual
+    energy = float(original.square().sum()) or 1.0
+    outputs = (times(inputs, candidate.dequantize().T.contiguous()) for candidate in candidates)
+    return [float((target - output).square().sum()) / energy for output in outputs]
+
+
+def tensor_bytes(tensor: Tensor) -> Bytes:
+    """Return the bytes of a tensor on the CPU."""
+    data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(data)

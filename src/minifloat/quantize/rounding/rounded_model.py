@@ -1,0 +1,76 @@
+"""`RoundedModel`: the output tensors that rounding with data made, and the record of how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minifloat.model.plan.tensor_plan import Part
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.quantize.rounding.layer_file import Bytes, LayerFile
+
+
+class RoundedModel:
+    """The output tensors that rounding made, on disk.
+
+    Args:
+        files: A file per layer, one of the comparison on held-out text, and one of the tuning, if there was one. Later
+            files count where two have the same tensor or weight.
+
+    Attributes:
+        files: The files.
+        weights: How each weight was rounded, by module.
+        folds: The scales that were folded, layer by layer.
+        inputs: The largest input of each linear whose inputs are quantized, and the tokens that it was seen in.
+        kv: The largest key and value of each head of each attention, if they were recorded.
+        held_out: The divergence from the original model on held-out text; empty for codes from stored Hessians.
+        tuning: What tuning did; None: the model was not tuned.
+        damage: KL divergences that each group of weights makes, as `damage.DamageStreams` measures them; empty unless
+            that was asked for.
+    """
+
+    def __init__(self, files: Sequence[LayerFile]) -> None:
+        self.files = tuple(files)
+        self._by_name = {name: file for file in files for name in file.names}
+        records = [file.record for file in files]
+        self.weights: dict[str, Mapping[str, Any]] = {
+            row["module"]: row for record in records for row in record.get("weights", ())
+        }
+        self.folds: list[Mapping[str, Any]] = [row for record in records for row in record.get("folds", ())]
+        self.inputs: list[Mapping[str, Any]] = [row for record in records for row in record.get("inputs", ())]
+        self.kv: list[Mapping[str, Any]] = [row for record in records for row in record.get("kv", ())]
+        self.held_out: Mapping[str, Any] = records[-1]["held_out"] or {}
+        self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")
+        self.damage: Mapping[str, Any] = next((record["damage"] for record in records if "damage" in record), {})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def read(self, name: str) -> Bytes:
+        """Return the bytes of an output tensor.
+
+        Raises:
+            StorageError: The system refused to read.
+        """
+        return self._by_name[name].read(name)
+
+    def quantized(self, part: Part) -> QuantizedTensor:
+        """Return a weight that was rounded with data.
+
+        Raises:
+            StorageError: The system refused to read.
+        """
+        spec, names = part.scheme.weight, part.tensors
+        rows, cols = part.shape
+        scale_dtype = torch.float32 if spec.scale is FLOAT32 else torch.uint8
+        codes = torch.from_numpy(self.read(names.codes.name)).reshape(rows, cols * spec.element.bits // 8)
+        scale = torch.from_numpy(self.read(names.scale.name)).view(scale_dtype)
+        divisor = None
+        if names.global_scale is not None:
+            divisor = torch.from_numpy(self.read(names.global_scale.name)).view(torch.float32).reshape(())
+        return QuantizedTensor(
+            spec, part.shape, codes, scale.reshape(spec.granularity.scale_shape(part.shape)), divisor
+        )

@@ -1,0 +1,226 @@
+"""Reads the inputs of a stage while a layer runs, in the original and in the quantized model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.calibration.experts import Record, inner_inputs, watch_experts
+from minifloat.calibration.layerwise.calls import LayerCall
+from minifloat.errors import NonFiniteError
+from minifloat.model.runtime.forward import replace_forward
+from minifloat.quantize.rounding.stages import Stage, first_tensor
+from minifloat.quantize.rounding.statistics import Rows
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The inputs of a stage for one sequence.
+
+    Attributes:
+        inputs: ``[R, K]``, one row per token; for experts, one row per token and expert, or the tokens of the whole
+            module where `slots` is None.
+        slots: int64 ``[R]``, the expert of each row, rising; None: rows are tokens.
+        tokens: int64 ``[R]``, the token of each row; None: rows are tokens.
+        residual: ``[T, H]``, the residual stream before the stage adds to it.
+    """
+
+    inputs: Tensor
+    slots: Tensor | None = None
+    tokens: Tensor | None = None
+    residual: Tensor | None = None
+
+
+#: Called with the number of the stage of an expert's down projection, and the arguments of a `Record`.
+QuantizeExpert = Callable[[int, int, bool, Tensor, Tensor], Tensor]
+
+#: More tokens than any sequence has: the key of a row is its expert times this, plus its token.
+_MOST_TOKENS = 1 << 32
+
+
+class _Reached(Exception):
+    """The stage has read its input; the rest of the layer is not needed."""
+
+
+class LayerTaps:
+    """Runs one layer, and reads the inputs of its stages.
+
+    Args:
+        model: The model that the paths of `stages` lead into.
+        layer: The layer, with its weights.
+        stages: The stages of the layer.
+
+    Attributes:
+        quantize_expert: Rounds the inputs of experts in the quantized model; None: they are not rounded.
+    """
+
+    def __init__(self, model: nn.Module, layer: nn.Module, stages: Sequence[Stage]) -> None:
+        self.model, self.layer, self.stages = model, layer, stages
+        self.quantize_expert: QuantizeExpert | None = None
+
+    def read_all(self, call: LayerCall, hidden: Tensor) -> tuple[Tensor, list[Reading]]:
+        """Return the output of the layer, and the inputs of all of its stages; of inner experts the whole module's."""
+        readings: dict[int, Reading] = {}
+        outer: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        with ExitStack() as stack:
+            streams = self._read_residuals(stack, self.stages, hidden)
+            for index, stage in enumerate(self.stages):
+                module = self.model.get_submodule(stage.path)
+                if stage.outer is None or not stage.outer:
+                    hook = module.register_forward_pre_hook(partial(_keep, readings, index), with_kwargs=True)
+                    stack.callback(hook.remove)
+                if stage.outer:
+                    rows = outer.setdefault(stage.path, [])
+                    stack.callback(watch_experts(module, partial(_keep_outer, rows, None)))
+            output = call.run(self.layer, hidden)
+        for index, stage in enumerate(self.stages):
+            if stage.outer:
+                readings[index] = _join(outer[stage.path], stage.width, hidden)
+            elif stage.residual is not None:
+                readings[index] = Reading(readings[index].inputs, residual=streams[stage.residual.path])
+        return output, [readings[index] for index in range(len(self.stages))]
+
+    def read(self, stage: Stage, call: LayerCall, hidden: Tensor) -> Reading:
+        """Run the layer up to a stage, and return the inputs of the stage."""
+        module: Any = self.model.get_submodule(stage.path)
+        found: dict[int, Reading] = {}
+        outer: list[tuple[int, Tensor, Tensor]] = []
+        with ExitStack() as stack:
+            streams = self._read_residuals(stack, [stage], hidden)
+            if stage.outer is None:
+                hook = module.register_forward_pre_hook(partial(_keep_and_stop, found), with_kwargs=True)
+                stack.callback(hook.remove)
+            elif stage.outer:
+                stack.callback(watch_experts(module, partial(_keep_outer, outer, self._rounding(stage))))
+                stack.callback(module.register_forward_hook(_stop).remove)
+            else:
+                stack.enter_context(_routing_only(module, found, self._rounding(stage)))
+            with suppress(_Reached):
+                call.run(self.layer, hidden)
+        if stage.outer:
+            return _join(outer, stage.width, hidden)
+        if stage.residual is not None:
+            return Reading(found[0].inputs, residual=streams[stage.residual.path])
+        return found[0]
+
+    def _rounding(self, stage: Stage) -> Record | None:
+        """Return what rounds the inputs of the experts of a stage; None if they are not rounded."""
+        if self.quantize_expert is None:
+            return None
+        return partial(self.quantize_expert, self.stages.index(stage) + (not stage.outer))
+
+    def _read_residuals(self, stack: ExitStack, stages: Sequence[Stage], hidden: Tensor) -> Mapping[str, Tensor]:
+        """Return a mapping that holds the residual stream of each stage once the layer has run."""
+        streams = {"": hidden.reshape(-1, hidden.shape[-1]).cpu()}
+        for path in {stage.residual.path for stage in stages if stage.residual is not None} - {""}:
+            hook = self.model.get_submodule(path).register_forward_pre_hook(
+                partial(_keep_stream, streams, path), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        return streams
+
+
+def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> tuple[Rows, Tensor | None]:
+    """Return the inputs of a stage in both models token by token, and the expert of each row.
+
+    A token may go to other experts in the quantized model. Where the original model did not send a token to an expert,
+    the row counts as without drift.
+
+    Raises:
+        NonFiniteError: An input holds NaN or Inf.
+    """
+    inputs, reference = quantized.inputs, original.inputs
+    if stage.outer is False:
+        assert quantized.tokens is not None
+        reference = reference[quantized.tokens]
+    elif stage.outer:
+        assert quantized.slots is not None
+        assert quantized.tokens is not None
+        assert original.slots is not None
+        assert original.tokens is not None
+        keys = quantized.slots * _MOST_TOKENS + quantized.tokens
+        known = original.slots * _MOST_TOKENS + original.tokens
+        order = known.argsort()
+        place = torch.searchsorted(known[order], keys).clamp(max=max(len(known) - 1, 0))
+        row = order[place] if len(known) else place
+        same = known[row] == keys if len(known) else torch.zeros(len(keys), dtype=torch.bool)
+        reference = inputs.clone()
+        reference[same] = original.inputs[row[same]]
+    residual = None
+    if stage.residual is not None and original.residual is not None and quantized.residual is not None:
+        residual = (original.residual - quantized.residual) / stage.residual.factor
+    for tensor in (inputs, reference):
+        if not bool(tensor.sum(dtype=torch.float32).isfinite()):
+            raise NonFiniteError(stage.slots[0][0], f"its input holds NaN or Inf in sequence {sequence}")
+    return Rows(inputs, reference, residual), quantized.slots
+
+
+def _keep(
+    readings: dict[int, Reading], index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    tensor = first_tensor(args, kwargs)
+    assert tensor is not None
+    readings[index] = Reading(tensor.reshape(-1, tensor.shape[-1]).cpu())
+
+
+def _keep_and_stop(found: dict[int, Reading], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _keep(found, 0, module, args, kwargs)
+    raise _Reached
+
+
+def _keep_stream(streams: dict[str, Tensor], path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    tensor = first_tensor(args, kwargs)
+    assert tensor is not None
+    streams[path] = tensor.reshape(-1, tensor.shape[-1]).cpu()
+
+
+def _keep_outer(
+    rows: list[tuple[int, Tensor, Tensor]],
+    quantize: Record | None,
+    expert: int,
+    outer: bool,
+    x: Tensor,
+    tokens: Tensor,
+) -> Tensor | None:
+    replaced = None if quantize is None else quantize(expert, outer, x, tokens)
+    if outer:
+        rows.append((expert, tokens.cpu(), (x if replaced is None else replaced).cpu()))
+    return replaced
+
+
+def _stop(*_: Any) -> None:
+    raise _Reached
+
+
+@contextmanager
+def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | None) -> Iterator[None]:
+    """Replace the forward method of an experts module by one that keeps each expert's inputs and stops."""
+
+    def forward(hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        rows: list[tuple[int, Tensor, Tensor]] = []
+        for expert, token, x in inner_inputs(module, hidden_states, *routing):
+            replaced = None if quantize is None else quantize(expert, False, x, token)
+            rows.append((expert, token.cpu(), (x if replaced is None else replaced).cpu()))
+        found[0] = _join(rows, hidden_states.shape[-1], hidden_states)
+        raise _Reached
+
+    undo = replace_forward(module, forward)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) -> Reading:
+    """Return the rows of all experts below each other."""
+    if not rows:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Reading(torch.zeros(0, width, dtype=like.dtype), none, none)
+    slots = torch.cat([torch.full((len(tokens),), expert) for expert, tokens, _ in rows])
+    return Reading(torch.cat([x for _, _, x in rows]), slots, torch.cat([tokens for _, tokens, _ in rows]))

@@ -1,9 +1,0 @@
-"""The engine on a CPU: the decoder in C++, built from a plan and a checkpoint, and its runner.
-
-`decoder.py` builds it, `weights.py` and `layers.py` its parts, `runner.py` is the interface to the engine.
-"""
-
-from minifloat.serve.engine.native.decoder import build_native_decoder
-from minifloat.serve.engine.native.runner import NativeRunner
-
-__all__ = ["NativeRunner", "build_native_decoder"]

@@ -1,0 +1,254 @@
+"""Grammars are computed in processes with limits; texts that wait for them hold up no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minifloat.engine import Delivery, Engine, Grammar, Request, SamplingParams
+from minifloat.engine.grammar import GrammarLimits, Grammars, GrammarState
+from minifloat.errors import QueueFull, UsageError
+from minifloat.model.runtime.tokenizer import serving_tokenizer
+
+#: Takes seconds and hundreds of megabytes within llguidance's own limits; without its precomputation it does not end.
+BOMB = {"type": "string", "pattern": "^a{1000000000}$"}
+#: Valid JSON Schema; llguidance reaches a limit after the first token.
+ENDLESS = {"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["child"]}
+SECONDS = 60.0
+
+
+def pattern(text: str) -> Grammar:
+    return Grammar.json_schema({"type": "string", "pattern": f"^{text}$"})
+
+
+def allowed(state: GrammarState, vocab: int) -> list[int]:
+    """The tokens that may follow."""
+    state.wait_for([state], SECONDS)
+    logits = np.zeros(vocab, dtype=np.float32)
+    state.forbid(logits)
+    return np.flatnonzero(np.isfinite(logits)).tolist()
+
+
+class Case:
+    """A tokenizer with one token per byte, and grammars for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer: Any = serving_tokenizer(folder)
+        self.vocab = len(self.tokenizer.backend.get_vocab())
+        self._made: list[Grammars] = []
+
+    def grammars(self, **limits: Any) -> Grammars:
+        end = [self.tokenizer.eos_token_id]
+        made = Grammars(self.tokenizer, self.vocab, end, GrammarLimits(**limits))
+        self._made.append(made)
+        return made
+
+    def begin(self, grammars: Grammars, grammar: Grammar) -> GrammarState:
+        state = grammars.begin(grammar)
+        state.ready.result(SECONDS)
+        return state
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def close(self) -> None:
+        for grammars in self._made:
+            grammars.close()
+
+
+@pytest.fixture
+def case(llama_folder: Path) -> Iterator[Case]:
+    made = Case(llama_folder)
+    yield made
+    made.close()
+
+
+def pid(grammars: Grammars, grammar: Grammar) -> int:
+    return grammars._compiled[grammar.source].pid
+
+
+def test_a_grammar_that_computes_for_too_long_is_ended_by_the_system(case: Case) -> None:
+    endless = case.grammars(step_seconds=0.1, parser={"precompute_large_lexemes": False})
+    with pytest.raises(UsageError, match=r"response_format: the grammar took more than 0\.1 s for one token"):
+        case.begin(endless, Grammar.json_schema(BOMB))
+    assert len(endless) == 0
+
+
+def test_a_grammar_that_takes_too_much_memory_is_ended_by_the_system(case: Case) -> None:
+    with pytest.raises(UsageError, match="response_format: the grammar took more than 8 MiB"):
+        case.begin(case.grammars(memory=8 << 20), Grammar.json_schema(BOMB))
+
+
+def test_texts_that_use_up_the_processor_time_of_their_grammar_fail(case: Case) -> None:
+    grammars = case.grammars(seconds=0.0)
+    state = case.begin(grammars, Grammar.json_object())
+    state.add(case.tokens("{")[-1])
+    state.wait_for([state], SECONDS)
+    with pytest.raises(UsageError, match="the grammar has used up its processor time"):
+        state.forbid(np.zeros(case.vocab, dtype=np.float32))
+
+
+def test_equal_grammars_share_a_process_and_others_are_refused_when_there_are_too_many(case: Case) -> None:
+    grammars = case.grammars(processes=2)
+    states = [
+        case.begin(grammars, pattern("a")),
+        case.begin(grammars, pattern("a")),
+        case.begin(grammars, pattern("b")),
+    ]
+    assert len(grammars) == 2
+    with pytest.raises(QueueFull, match="2 different grammars are at work already"):
+        grammars.begin(pattern("c"))
+    states[2].close()
+    assert allowed(case.begin(grammars, pattern("c")), case.vocab)
+    assert len(grammars) == 2
+
+
+def test_padding_and_truncation_of_the_tokenizer_change_no_grammar(case: Case) -> None:
+    expected = allowed(case.begin(case.grammars(), pattern("ab")), case.vocab)
+    case.tokenizer.backend.enable_padding(length=8)
+    case.tokenizer.backend.enable_truncation(1)
+    assert allowed(case.begin(case.grammars(), pattern("ab")), case.vocab) == expected
+
+
+def test_texts_of_one_grammar_are_independent(case: Case) -> None:
+    grammars = case.grammars()
+    first, second = case.begin(grammars, pattern("(a|bc)")), case.begin(grammars, pattern("(a|bc)"))
+    for token in case.tokens('"a'):
+        first.add(token)
+    for token in case.tokens('"b'):
+        second.add(token)
+    assert set(allowed(first, case.vocab)).isdisjoint(allowed(second, case.vocab))
+    first.add(case.tokens('"')[-1])
+    grammars.wait([first], SECONDS)
+    assert (first.done, second.done) == (True, False)
+
+
+def test_texts_continue_in_a_new_process_when_theirs_has_been_ended(case: Case) -> None:
+    grammars, grammar = case.grammars(), pattern("(ab)*")
+    state = case.begin(grammars, grammar)
+    for token in case.tokens('"a'):
+        state.add(token)
+    before, old = allowed(state, case.vocab), pid(grammars, grammar)
+    os.kill(old, signal.SIGKILL)
+    other = None
+    while other is None or pid(grammars, grammar) == old:  # the thread notices it
+        other = threading.Event()
+        other.wait(0.01)
+    state.add(before[0])
+    other_text = case.begin(grammars, grammar)
+    for token in (*case.tokens('"a'), before[0]):
+        other_text.add(token)
+    assert allowed(state, case.vocab) == allowed(other_text, case.vocab)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    ],
+    ids=str,
+)
+def test_references_in_a_circle_are_refused_with_a_plain_message(case: Case, schema: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        case.begin(case.grammars(), Grammar.json_schema(schema))
+    assert str(caught.value) == (
+        "response_format: no text follows this grammar; a $ref may refer to itself, or rules may exclude each other"
+    )
+
+
+def test_the_processes_end_with_the_engine(case: Case) -> None:
+    grammars = case.grammars()
+    case.begin(grammars, Grammar.json_object())
+    ours = [pid(grammars, Grammar.json_object()), grammars._forker._process.pid]  # type: ignore[union-attr]
+    grammars.close()
+    for number in ours:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+# ---------------------------------------------------------------------------------------------- in an engine
+
+
+@pytest.fixture
+def engine(llama_folder: Path) -> Iterator[Engine]:
+    made = Engine(llama_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=8)
+    yield made
+    made.close()
+
+
+def run(engine: Engine) -> dict[str, Delivery]:
+    """Step until nothing is left, and return the whole delivery of each request."""
+    parts: dict[str, list[Delivery]] = {}
+    while engine.has_work:
+        for delivery in engine.step():
+            parts.setdefault(delivery.request_id, []).append(delivery)
+    return {name: Delivery.joined(deliveries) for name, deliveries in parts.items()}
+
+
+def test_a_text_whose_grammar_fails_ends_with_an_error_and_not_with_stop(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, grammar=Grammar.json_schema(ENDLESS))
+    engine.add(Request("bad", engine.encode("x"), params))
+    engine.add(Request("good", engine.encode("x"), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
+    whole = run(engine)
+    assert (whole["bad"].finish_reason, whole["bad"].caused_by_request) == ("error", True)
+    assert re.fullmatch("response_format: .*", str(whole["bad"].error))
+    assert (whole["good"].finish_reason, len(whole["good"].tokens)) == ("length", 8)
+
+
+def test_a_grammar_that_answers_late_holds_up_no_other_sequence(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=40, grammar=Grammar.json_schema(schema))
+    plain = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    (expected,) = engine.generate(["x"], params)
+    assert json.loads(expected.text)["a"] in (True, False)
+    known, steps = GrammarState.known, 0
+    monkeypatch.setattr(GrammarState, "known", property(lambda self: steps % 3 == 0 and known.fget(self)))  # type: ignore[attr-defined]
+    monkeypatch.setattr(GrammarState, "added", property(lambda self: False, lambda self, value: None), raising=False)
+    monkeypatch.setattr("minifloat.engine.sampling.state._GRAMMAR_SECONDS", 0.0)
+    engine.add(Request("late", engine.encode("x"), params))
+    engine.add(Request("plain", engine.encode("y"), plain))
+    texts = {"late": "", "plain": ""}
+    while "plain" in engine._sequences:
+        steps += 1
+        deliveries = engine.step()
+        assert sum(len(each.tokens) for each in deliveries if each.request_id == "plain") == 1
+        for each in deliveries:
+            texts[each.request_id] += each.text
+    while engine.has_work:
+        steps += 1
+        for each in engine.step():
+            texts[each.request_id] += each.text
+    assert texts["late"] == expected.text
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_json_that_ends_with_the_last_token_stops_and_is_not_cut(engine: Engine, more: int) -> None:
+    grammar = Grammar.json_schema({"const": True})
+    (whole,) = engine.generate(["x"], SamplingParams(temperature=0.0, max_tokens=len("true") + more, grammar=grammar))
+    assert (whole.text, whole.finish_reason) == ("true", "stop")
+    (cut,) = engine.generate(["x"], SamplingParams(temperature=0.0, max_tokens=3, grammar=grammar))
+    assert (cut.text, cut.finish_reason) == ("tru", "length")
+
+
+def test_min_tokens_does_not_continue_json_that_has_ended(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=10, grammar=Grammar.json_schema({"const": True}))
+    (whole,) = engine.generate(["x"], params)
+    assert (whole.text, whole.finish_reason) == ("true", "stop")

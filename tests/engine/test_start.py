@@ -1,0 +1,75 @@
+"""Starting an engine on the native path imports neither transformers nor torch's compiler, which take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from native_cases import model_of, write
+
+#: Opens an engine, generates, and makes the server's application; prints which modules were imported.
+_START = """
+import sys
+from minifloat.engine import AsyncEngine, Engine, SamplingParams
+from minifloat.serve.server import ServerSettings, create_app
+engine = Engine(sys.argv[1], kv_cache_memory=1 << 20)
+engine.generate("Once", SamplingParams(temperature=0.0, max_tokens=2, logprobs=1))
+create_app(AsyncEngine(engine), ServerSettings(model_name="m"))
+print(engine.info.runner)
+print(*sys.modules)
+"""
+#: What takes time to import and is not needed; a name stands for its submodules too.
+_SLOW = (
+    "accelerate",
+    "huggingface_hub",
+    "jinja2",
+    "pandas",
+    "scipy",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "transformers",
+    "triton",
+)
+
+
+def start(code: str, folder: Path) -> list[str]:
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_native_path_imports_neither_transformers_nor_the_compiler(llama_folder: Path) -> None:
+    runner, modules = start(_START, llama_folder)
+    assert runner == "native"
+    found = {name for name in modules.split() if any(name == slow or name.startswith(slow + ".") for slow in _SLOW)}
+    assert not found
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text", "qwen3_vl"])
+def test_models_that_transformers_saved_are_opened_without_it(name: str, tmp_path: Path) -> None:
+    runner, modules = start(_START, write(model_of(name), tmp_path / "m"))
+    assert runner == "native"
+    assert "transformers" not in modules.split()
+
+
+def test_a_config_that_only_transformers_knows_still_opens(llama_folder: Path, tmp_path: Path) -> None:
+    for file in llama_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"surprise": 1}))
+    runner, modules = start(_START, tmp_path)
+    assert runner == "native"
+    assert "transformers" in modules.split()
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_the_help_of_a_command_imports_no_torch(command: str) -> None:
+    code = "import sys; from click.testing import CliRunner; from minifloat.commands.main import main\n"
+    code += f"assert CliRunner().invoke(main, ['{command}', '--help']).exit_code == 0; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

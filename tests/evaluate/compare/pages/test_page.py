@@ -1,0 +1,432 @@
+"""The HTML page of a comparison: its sections, numbers and charts, and hostile input."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from comparisons import (
+    HOSTILE,
+    around,
+    full_candidate,
+    hostile_comparison,
+    make_attribution,
+    make_candidate,
+    make_comparison,
+    make_generation,
+    make_summary,
+    make_worst,
+)
+
+from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.pages.page import compare_page
+from minifloat.evaluate.compare.pages.words import suggestion_text
+from minifloat.evaluate.compare.result import Comparison
+from minifloat.evaluate.compare.verdict import Outcome, Tolerance, judge
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parse(page: str) -> ElementTree.Element:
+    """Parse the page as XML, which fails if anything is unescaped or unclosed."""
+    return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+
+
+def text_of(element: ElementTree.Element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def sections(comparison: Comparison) -> dict[str, ElementTree.Element]:
+    root = parse(compare_page(comparison))
+    return {text_of(next(section.iter("h2"))): section for section in root.iter("section")}
+
+
+def rows(section: ElementTree.Element) -> list[list[str]]:
+    """Return the rows of the first table, without its head."""
+    table = next(section.iter("table"))
+    return [[text_of(cell) for cell in row] for row in table.iter("tr")][1:]
+
+
+def boxes(section: ElementTree.Element) -> list[tuple[str, str]]:
+    return [(box.get("class", ""), text_of(box)) for box in section.iter("div") if "box" in box.get("class", "")]
+
+
+def figures(section: ElementTree.Element) -> list[str]:
+    return [text_of(next(figure.iter("figcaption"))) for figure in section.iter("figure")]
+
+
+# The verdict
+
+
+def test_the_verdict_comes_first() -> None:
+    assert next(iter(sections(make_comparison()))) == "Verdict"
+
+
+def test_a_passed_verdict_comes_with_its_numbers() -> None:
+    ((kind, text),) = boxes(sections(make_comparison())["Verdict"])
+    assert kind == "box passed"
+    assert text.startswith("storybook-fp8-block: PASSED: every bound is kept on every text")
+    assert "perplexity increase +0.30% [0.19, 0.41]" in text
+
+
+def test_a_failed_verdict_names_every_broken_bound() -> None:
+    ((kind, text),) = boxes(sections(make_comparison(make_candidate(damage=4)))["Verdict"])
+    assert kind == "box failed"
+    assert "FAILED: 2 of 9 bounds are broken" in text
+    assert "same top-1 90.00% [89.50, 90.50] on code.txt (at least 92% is wanted)" in text
+    assert "on all texts" in text
+    assert "prose.txt" not in text
+
+
+def test_an_undecided_verdict_says_how_many_tokens_would_decide() -> None:
+    candidate = make_candidate(damage=2.75)
+    needed = [check.tokens_needed for check in candidate.verdict.unmet]
+    ((kind, text),) = boxes(sections(make_comparison(candidate))["Verdict"])
+    assert kind == "box undecided"
+    assert "NOT ENOUGH DATA: 2 of 9 bounds are undecided" in text
+    for tokens in needed:
+        said = [int(found.replace(",", "")) for found in re.findall(r"about ([\d,]+) tokens would decide", text)]
+        assert any(tokens is not None and tokens <= count < 1.1 * tokens for count in said)
+
+
+def test_an_undecided_check_says_how_near_it_is() -> None:
+    summary = make_summary(perplexity_ratio=around(1.0076, 0.0045))
+    candidate = replace(make_candidate(), texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
+    assert (
+        "perplexity increase +0.76% [0.31, 1.21] on prose.txt (at most 1% is allowed, 1.1% with the margin): the bound "
+        "lies in the interval; the value lies 0.24 percentage points below it, half the interval is 0.45 wide; about "
+        "22,000 tokens would decide"
+    ) in text_of(sections(make_comparison(candidate))["Verdict"])
+
+
+def test_a_verdict_that_needs_the_margin_states_the_margin_and_the_bound() -> None:
+    summary = make_summary(kl_mean=around(0.0201, 0.001), same_top1=around(0.92, 0.005))
+    verdict = judge([summary], Tolerance())
+    candidate = replace(make_candidate(texts=("prose.txt",)), texts=(summary,), overall=summary, verdict=verdict)
+    text = text_of(sections(make_comparison(candidate))["Verdict"])
+    assert "PASSED: every bound is kept on prose.txt, 2 of 3 within a margin of 10% of the allowed loss: " in text
+    assert "mean KL 0.0201 [0.0191, 0.0211] on prose.txt (at most 0.02 is allowed, 0.022 with the margin)" in text
+    assert "the interval may end beyond it by at most 10% of the loss that it allows" in text
+
+
+def test_a_single_reason_is_part_of_the_verdict_line() -> None:
+    candidate = make_candidate(texts=("prose.txt",))
+    summary = replace(candidate.overall, kl_mean=around(0.05, 0.01))
+    candidate = replace(candidate, texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
+    ((_, text),) = boxes(sections(make_comparison(candidate))["Verdict"])
+    assert text == ("storybook-fp8-block: FAILED: mean KL 0.050 [0.040, 0.060] on prose.txt (at most 0.02 is allowed)")
+
+
+def test_a_text_too_short_for_an_interval_says_so() -> None:
+    summary = make_summary(units=3, kl_mean=Estimate(0.004, math.nan, math.nan))
+    verdict = judge([summary], Tolerance())
+    candidate = replace(make_candidate(texts=("prose.txt",)), texts=(summary,), overall=summary, verdict=verdict)
+    assert candidate.verdict.outcome is Outcome.UNDECIDED
+    text = text_of(sections(make_comparison(candidate))["Verdict"])
+    assert "mean KL 0.004 [?] on prose.txt (at most 0.02 is allowed): too few documents or windows" in text
+
+
+def test_an_interrupted_run_is_marked_before_the_verdict() -> None:
+    (kind, text), *others = boxes(sections(make_comparison(tokens_done=12_000))["Verdict"])
+    assert kind == "box warning"
+    assert "PARTIAL: the run was interrupted after 12,000 of 24,690 tokens (49%)" in text
+    assert len(others) == 1
+    assert "PARTIAL" not in compare_page(make_comparison())
+
+
+def test_several_candidates_are_compared_side_by_side() -> None:
+    comparison = make_comparison(make_candidate("out/a", 1), make_candidate("out/b", 10), make_candidate("out/c", 2.6))
+    found = sections(comparison)
+    assert [kind for kind, _ in boxes(found["Verdict"])] == ["box passed", "box failed", "box undecided"]
+    overview = rows(found["Verdict"])
+    assert [row[0] for row in overview] == ["storybook", "a", "b", "c"]
+    assert [row[-1] for row in overview] == ["baseline", "passed", "failed", "not enough data"]
+    table = rows(found["Perplexity"])
+    assert [row[0] for row in table] == [
+        "prose.txt", "a", "b", "c", "code.txt", "a", "b", "c", "all texts", "a", "b", "c",
+    ]  # fmt: skip
+    chart = next(found["Perplexity"].iter(f"{SVG}svg"))
+    assert {"a", "b", "c", "bound 1%"} <= {text.text for text in chart.iter(f"{SVG}text")}
+
+
+def test_failed_measurements_are_listed() -> None:
+    *_, (kind, text) = boxes(sections(make_comparison(notes=("models/a: keys are not rounded",)))["Verdict"])
+    assert kind == "box warning"
+    assert text == "Not measured models/a: keys are not rounded"
+
+
+# The numbers
+
+
+def test_every_text_has_its_numbers_with_intervals() -> None:
+    found = sections(make_comparison())
+    assert rows(found["Perplexity"])[1] == [
+        "code.txt", "12,345 64 documents", "8.375", "8.403", "+0.34% [0.21, 0.46]", "0.9123", "0.9135",
+    ]  # fmt: skip
+    assert rows(found["KL divergence"])[0] == [
+        "prose.txt", "0.00400 [0.00360, 0.00440]", "0.00133 [0.00123, 0.00143]", "0.0600 [0.0520, 0.0680]",
+        "0.240 [0.200, 0.280]", "0.800",
+    ]  # fmt: skip
+    assert rows(found["Same top-1"])[2] == [
+            "all texts", "97.80% [97.69, 97.91]", "98.68% [98.57, 98.79]",
+        ]  # fmt: skip
+
+
+def test_the_overview_has_bytes_and_how_many_times_smaller() -> None:
+    baseline, candidate = rows(sections(make_comparison())["Verdict"])
+    assert baseline[:2] == ["storybook", "18.00 MiB"]
+    assert candidate[:3] == ["storybook-fp8-block", "9.00 MiB 2.00x smaller", "8.400"]
+
+
+def test_every_chart_has_two_widths_and_a_title() -> None:
+    root = parse(compare_page(make_comparison(full_candidate())))
+    for name in ("wide", "narrow"):
+        charts = [chart for part in root.iter("div") if part.get("class") == name for chart in part.iter(f"{SVG}svg")]
+        assert len(charts) == 8
+        assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
+
+
+def test_the_margins_have_their_token_counts_and_empty_bins_are_left_out() -> None:
+    candidate = make_candidate()
+    first, *others = candidate.overall.margins
+    margins = (replace(first, tokens=0, same_top1=math.nan, kl_mean=math.nan), *others)
+    candidate = replace(candidate, overall=replace(candidate.overall, margins=margins))
+    chart = next(sections(make_comparison(candidate))["Same top-1"].iter(f"{SVG}svg"))
+    labels = [text.text or "" for text in chart.iter(f"{SVG}text")]
+    assert "0.1 to 0.25 nats (3,086 tokens)" in labels
+    assert "above 8 nats (3,086 tokens)" in labels
+    assert not any(label.startswith("0 to 0.1") for label in labels)
+
+
+def test_models_settings_and_machine_are_listed() -> None:
+    section = sections(make_comparison())["What was run"]
+    names, values = ([text_of(element) for element in section.iter(tag)] for tag in ("dt", "dd"))
+    assert dict(zip(names, values, strict=True)) == {
+        "baseline": "models/storybook: 18,874,368 bytes, inputs of the linears in BF16",
+        "candidate": "models/storybook-fp8-block: 9,437,184 bytes, inputs of the linears in E4M3 per token (dynamic)",
+        "windows": "256 tokens, in bfloat16",
+        "tokens": "24,690, scored in 12.3 s",
+        "date": "2025-11-22",
+        "minifloat": "0.1.0",
+        "torch": "2.13.0",
+        "threads": "2",
+    }
+    assert rows(section)[0] == ["prose.txt", "64", "12,345", "ab" * 8]
+    assert text_of(next(section.iter("pre"))) == "minifloat compare models/storybook models/storybook-fp8-block"
+
+
+# Parts that may be missing
+
+
+def test_parts_that_were_not_measured_are_left_out() -> None:
+    always = ["Verdict", "Perplexity", "KL divergence", "Same top-1"]
+    assert list(sections(make_comparison(replace(make_candidate(), worst=())))) == [*always, "What was run"]
+    assert list(sections(make_comparison(full_candidate()))) == [
+        *always, "Tasks", "Greedy generation", "Where the damage comes from", "Where they differ most", "What was run",
+    ]  # fmt: skip
+
+
+def test_a_model_against_itself_needs_no_kl_chart() -> None:
+    found = sections(make_comparison(make_candidate(damage=0)))
+    assert boxes(found["Verdict"])[0][0] == "box passed"
+    assert figures(found["KL divergence"]) == []
+    assert rows(found["KL divergence"])[0][1:] == ["0 [0, 0]"] * 4 + ["0"]
+
+
+def test_the_kl_curve_falls() -> None:
+    chart = next(sections(make_comparison(make_candidate(texts=("a",))))["KL divergence"].iter(f"{SVG}svg"))
+    path = next(element.get("d", "") for element in chart.iter(f"{SVG}path") if element.get("fill") == "none")
+    corners = [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path)]
+    assert corners == sorted(corners)
+    assert [y for _, y in corners] == sorted(y for _, y in corners)
+
+
+def test_the_kl_curve_ends_where_it_would_stand_for_less_than_one_token() -> None:
+    def points(tokens: int) -> int:
+        summary = make_summary(tokens=tokens)
+        candidate = replace(make_candidate(), texts=(summary,), overall=summary)
+        chart = next(sections(make_comparison(candidate))["KL divergence"].iter(f"{SVG}svg"))
+        path = next(element.get("d", "") for element in chart.iter(f"{SVG}path") if element.get("fill") == "none")
+        return path.count("L")
+
+    assert points(100_000) == len(make_summary().kl_curve) - 1
+    assert points(2_500) == points(100_000) - 1
+
+
+def test_tasks_have_difference_interval_and_p() -> None:
+    strict, _, perplexity = rows(sections(make_comparison(full_candidate()))["Tasks"])
+    assert strict == [
+        "gsm8k, exact_match,strict-match, 5 examples", "1,319", "62.4% ± 1.3", "61.1% ± 1.4", "-1.3 pp [-2.4, -0.2]",
+        "97.9%", "40 : 57 p 0.10",
+    ]  # fmt: skip
+    assert perplexity[2:5] == ["12.10", "12.20", "+0.1 [?]"]
+
+
+def test_samples_mark_the_text_after_the_first_difference() -> None:
+    section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
+    cases = [case for case in section.iter("div") if case.get("class") == "case"]
+    marks = [[mark.text or "".join(mark.itertext()) for mark in case.iter("mark")] for case in cases]
+    assert marks[0] == ["in the park.\n\nOne day, she saw", "with her toys.\nOne day,"]
+    assert marks[2] == []
+    assert "they part at token 3" in text_of(cases[0])
+    assert "the same to the end" in text_of(cases[2])
+
+
+def test_the_curve_of_generation_falls_where_continuations_diverge() -> None:
+    section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
+    path = next(element for element in section.iter(f"{SVG}path") if element.get("fill") == "none")
+    ys = [float(y) for _, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path.get("d", ""))]
+    top, height = 26, 240
+    assert ys == sorted(ys)
+    assert [ys[0], ys[-1]] == pytest.approx([top, top + 0.7 * height], abs=0.1)
+
+
+def test_attribution_shows_the_modules_and_the_override_options() -> None:
+    section = sections(make_comparison(full_candidate()))["Where the damage comes from"]
+    text = text_of(section)
+    assert "16 of 16 modules were measured alone, on 4,096 tokens" in text
+    assert "Leaving 1 module unquantized costs 256.0 KiB and brings the mean KL from 0.0400 to 0.0120" in text
+    assert r"--override 'model\.layers\.0\.mlp\.down_proj=bf16'" in text
+    assert rows(section)[0] == ["model.layers.0.mlp.down_proj", "24.00", "0.00400", "0.00400", "256.0 KiB"]
+
+
+def test_an_attribution_without_kl_shows_only_the_sqnr() -> None:
+    candidate = replace(make_candidate(), attribution=make_attribution(measured=False))
+    section = sections(make_comparison(candidate))["Where the damage comes from"]
+    assert figures(section) == ["SQNR of a module's output, by layer"]
+    assert rows(section)[0][2:4] == ["-", "-"]
+
+
+def test_a_suggestion_that_keeps_everything_shows_no_override() -> None:
+    found = make_attribution()
+    assert found.suggestion is not None
+    everything = replace(found, suggestion=replace(found.suggestion, everything=True))
+    text = text_of(
+        sections(make_comparison(replace(make_candidate(), attribution=everything)))["Where the damage comes from"]
+    )
+    assert "another scheme is the better answer" in text
+    assert "--override" not in text
+
+
+def test_the_worst_tokens_are_shown_in_context_with_both_models_choices() -> None:
+    section = sections(make_comparison())["Where they differ most"]
+    case = next(case for case in section.iter("div") if case.get("class") == "case")
+    assert text_of(case).startswith("KL 3.20 nats; prose.txt, document 3, token 512")
+    assert [text_of(mark) for mark in case.iter("mark")] == ["␣dragon"] * 3
+    baseline, candidate = ([text_of(item) for item in choices.iter("li")] for choices in case.iter("ol"))
+    assert baseline == ["␣dragon 61.0%", "␣cat 20.0%", "␣dog 10.0%", "↵ 3.0%", "! 0.2%"]
+    assert candidate[0] == "␣cat 61.0%"
+
+
+def test_many_worst_tokens_are_folded() -> None:
+    candidate = replace(make_candidate(), worst=tuple(make_worst(kl=9.0 - index) for index in range(9)))
+    section = sections(make_comparison(candidate))["Where they differ most"]
+    (folded,) = section.iter("details")
+    assert text_of(folded).startswith("4 more")
+    assert sum(case.get("class") == "case" for case in section.iter("div")) == 9
+
+
+# Hostile and degenerate input
+
+
+def test_hostile_text_is_shown_as_text() -> None:
+    page = compare_page(hostile_comparison())
+    page.encode()
+    root = parse(page)
+    assert not list(root.iter("script"))
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page)
+    shown = text_of(root)
+    assert "<script>|`*_[x](y)␛[31m⟨U+202E⟩⟨U+D800⟩␀</td>" in shown
+    for address in re.findall(r"""(?:href|src)\s*=|url\(|@import""", page):
+        raise AssertionError(address)
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    page = compare_page(make_comparison(full_candidate()))
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    assert not re.search(r"<script|<link|<img|@import|url\(|\bsrc=|\bhref=", page)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_nan_and_infinite_numbers_make_a_page_without_nan(value: float) -> None:
+    broken = Estimate(value, math.nan, math.nan)
+    summary = make_summary(
+        units=1,
+        candidate_perplexity=value,
+        perplexity_ratio=broken,
+        candidate_bits_per_byte=value,
+        kl_mean=broken,
+        kl_p99=broken,
+        kl_max=value,
+        kl_curve=((0.5, value), (0.9, value)),
+    )
+    candidate = full_candidate()
+    verdict = judge([summary], Tolerance())
+    candidate = replace(candidate, texts=(summary,), overall=summary, verdict=verdict)
+    page = compare_page(make_comparison(candidate))
+    parse(page)
+    assert not re.search(r"\b(nan|inf|None)\b", page)
+
+
+def test_an_infinite_perplexity_fails() -> None:
+    summary = make_summary(perplexity_ratio=Estimate(math.inf, math.nan, math.nan))
+    candidate = replace(make_candidate(), texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
+    assert "FAILED: perplexity increase ∞ [?]" in text_of(sections(make_comparison(candidate))["Verdict"])
+
+
+def test_equal_comparisons_give_equal_pages() -> None:
+    assert compare_page(make_comparison(full_candidate())) == compare_page(make_comparison(full_candidate()))
+
+
+def test_a_long_token_is_cut() -> None:
+    candidate = replace(make_candidate(), worst=(make_worst("x" * 500, "y" * 5000),))
+    page = compare_page(make_comparison(candidate))
+    assert "x" * 41 not in page
+    assert "y" * 241 not in page
+
+
+def test_the_hostile_text_of_these_tests_is_hostile() -> None:
+    with pytest.raises(ElementTree.ParseError):
+        ElementTree.fromstring(f"<p>{HOSTILE.replace(chr(0xD800), '')}</p>")
+
+
+def test_a_suggestion_promises_nothing_beyond_the_sample_that_it_was_measured_on() -> None:
+    suggestion = make_attribution().suggestion
+    assert suggestion is not None
+    text = suggestion_text(replace(suggestion, reaches=True, everything=False, tokens=2_000))
+    assert "to +0.80% on the 2,000 tokens of the sample: inside the tolerance there, without an interval" in text
+    assert text.endswith("It is no verdict on all texts: quantize with these options and compare")
+
+
+@pytest.mark.parametrize(
+    ("kl", "said"),
+    [
+        (
+            around(0.01, 0.002),
+            "it is inside the tolerance; on prose.txt: perplexity increase +0.27% [0.17, 0.37], mean KL ",
+        ),
+        (around(0.025, 0.002), "it is outside of the tolerance: mean KL 0.0250 [0.0230, 0.0270] on prose.txt (at most"),
+        (around(0.019, 0.004), "it is not decided: mean KL 0.0190 [0.0150, 0.0230] on prose.txt (at most 0.02 is"),
+    ],
+)
+def test_a_suggestion_that_was_measured_on_all_texts_comes_with_that_verdict(kl: Estimate, said: str) -> None:
+    suggestion = make_attribution().suggestion
+    assert suggestion is not None
+    text = suggestion_text(replace(suggestion, verdict=judge([make_summary(kl_mean=kl)], Tolerance())))
+    assert f"Measured on every text, {said}" in text
+    assert "without an interval" not in text
+
+
+def test_a_search_that_the_time_ended_does_not_say_that_only_its_choice_is_enough() -> None:
+    suggestion = make_attribution().suggestion
+    assert suggestion is not None
+    everything = replace(suggestion, everything=True)
+    assert "only with every module" in suggestion_text(everything)
+    text = suggestion_text(replace(everything, finished=False))
+    assert "only" not in text
+    assert "the time was up before fewer modules were tried (--attribute-seconds)" in text
+    text = suggestion_text(replace(everything, reaches=False))
+    assert "outside of the tolerance even with every module unquantized" in text

@@ -1,0 +1,93 @@
+"""Modules that end with a linear are found, and their use does not change a bit of the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounding_cases import OpenLayer, make_text, open_layer, round_model, write_model
+from torch import nn
+
+from minifloat.calibration.layerwise.storage import TensorFile
+from minifloat.quantize.rounding import walk
+from minifloat.quantize.rounding.closings import Closing, Closings, find_closings
+
+#: Model type -> config beyond the common sizes, and the closed modules with their linears.
+CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "llama": ({}, {"self_attn": "self_attn.o_proj", "mlp": "mlp.down_proj"}),
+    "phi3": ({}, {"self_attn": "self_attn.o_proj", "mlp": "mlp.down_proj"}),
+    "cohere": ({}, {"self_attn": "self_attn.o_proj", "mlp": "mlp.down_proj"}),
+    "qwen3_moe": ({}, {"self_attn": "self_attn.o_proj"}),
+    "qwen2_moe": ({}, {"self_attn": "self_attn.o_proj", "mlp.shared_expert": "mlp.shared_expert.down_proj"}),
+}
+
+
+def closings_of(opened: OpenLayer, index: int) -> dict[int, Closing]:
+    """The closings of an open layer."""
+    prefix = f"{opened.stack.path}.{index}"
+    return find_closings(opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0])
+
+
+@pytest.mark.parametrize(("model_type", "config", "expected"), [(k, *v) for k, v in CASES.items()], ids=CASES)
+def test_attention_and_mlp_end_with_a_linear(
+    tmp_path: Path, model_type: str, config: dict[str, Any], expected: dict[str, str]
+) -> None:
+    folder = write_model(tmp_path / "model", model_type, **config)
+    with open_layer(folder, tmp_path / "arguments", make_text(1), 1) as opened:
+        prefix = f"{opened.stack.path}.1"
+        found = find_closings(
+            opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
+        )
+        names = {
+            item.path.removeprefix(f"{prefix}."): item.linear.removeprefix(f"{prefix}.") for item in found.values()
+        }
+        assert names == expected
+        for number, item in found.items():
+            assert opened.stages[number].path == item.linear
+
+
+def test_a_module_that_changes_the_output_of_its_linear_is_not_closed(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    with open_layer(folder, tmp_path / "arguments", make_text(1), 0) as opened:
+        attention, plain = opened.layer.self_attn, type(opened.layer.self_attn).forward
+        attention.forward = lambda *a, **k: (plain(attention, *a, **k)[0].mul_(0.5), None)  # in place: the same memory
+        prefix = f"{opened.stack.path}.0"
+        assert (
+            find_closings(opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0])
+            == {}
+        )
+        del attention.forward
+
+
+def test_the_linear_runs_alone_on_the_kept_inputs(tmp_path: Path) -> None:
+    block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    model = nn.ModuleDict({"block": block})
+    inputs = torch.randn(3, 8)
+    with TensorFile(tmp_path / "file") as file, torch.inference_mode():
+        closings = Closings(model, {2: Closing("block", "block.2", 3, 2)}, file)
+        closings.keep(1, 0, torch.randn(3, 5))  # of a stage that closes nothing
+        closings.keep(2, 0, inputs)
+        with closings.applied(0):
+            output, nothing = block(torch.randn(1, 3, 4))
+            assert output.equal(block[2](inputs[None]))
+            assert nothing is None
+        with closings.applied(1):  # no inputs of this sequence
+            assert block(torch.randn(2, 4)).shape == (2, 4)
+        assert block(torch.randn(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [("llama", "mxfp4"), ("llama", "nvfp4-w4a4"), ("qwen2_moe", "fp8-dynamic"), ("cohere", "nvfp4")],
+)
+def test_the_codes_are_those_of_whole_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, scheme: str
+) -> None:
+    folder = write_model(tmp_path / "model", model_type)
+    text = make_text(12), make_text(4, seed=1)
+    short = round_model(folder, tmp_path / "work", *text, scheme, fold=True)
+    monkeypatch.setattr(walk, "find_closings", lambda *_: {})
+    whole = round_model(folder, tmp_path / "work", *text, scheme, fold=True)
+    assert short == whole

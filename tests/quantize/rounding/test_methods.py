@@ -1,0 +1,275 @@
+"""The codes of GPTQ against the formulas of the paper; the target of output matching against least squares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rounding_cases import correlated_inputs, hessian_of
+from torch import Tensor
+
+from minifloat.errors import UnknownNameError
+from minifloat.numerics.cast import decode
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL
+from minifloat.numerics.scheme import SCHEMES, WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.quantize.rounding.factor import DAMPING, factorize
+from minifloat.quantize.rounding.grid import Grid
+from minifloat.quantize.rounding.methods import METHODS, Inputs, get_method
+from minifloat.quantize.rounding.methods.gptq import compensate
+from minifloat.quantize.rounding.methods.match import TOKENS_PER_COLUMN, matched
+from minifloat.quantize.rounding.statistics import RESIDUAL_SHARE, Rows, Statistics
+
+#: Specs with shapes (N, K); K of 128x128 blocks is also no multiple of 128, N neither.
+CASES: list[tuple[str, WeightSpec, tuple[int, int]]] = [
+    ("mxfp4", SCHEMES["mxfp4"].weight, (48, 96)),
+    ("nvfp4", SCHEMES["nvfp4"].weight, (33, 80)),
+    ("mxfp8", SCHEMES["mxfp8"].weight, (17, 64)),
+    ("fp8", SCHEMES["fp8"].weight, (40, 75)),
+    ("fp8-static", SCHEMES["fp8-static"].weight, (40, 75)),
+    ("fp8-block", SCHEMES["fp8-block"].weight, (150, 170)),
+    ("fp8-block-small", SCHEMES["fp8-block"].weight, (5, 130)),
+]
+cases = pytest.mark.parametrize(("spec", "shape"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+
+
+def make_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def grid_of(weight: Tensor, spec: WeightSpec, amax: float | None = None) -> Grid:
+    largest = float(weight.abs().amax()) if amax is None else amax
+    return Grid.of(weight, spec, largest if spec.needs_tensor_amax else None)
+
+
+def scale_of_elements(quantized: QuantizedTensor) -> Tensor:
+    """The scale of each element, float64 ``[N, K]``: dequantized ones."""
+    element = quantized.spec.element
+    one = int((decode(torch.arange(1 << element.bits, dtype=torch.uint8), element) == 1).nonzero()[0])
+    codes = torch.full(quantized.shape, one, dtype=torch.uint8)
+    grid = Grid(quantized).with_codes(codes)
+    return grid.dequantize().double()
+
+
+def assert_gptq(codes: Tensor, weight: Tensor, grid: Grid, hessian: Tensor) -> None:
+    """Assert that each code is the nearest one to what GPTQ rounds at its place, in the form of the paper.
+
+    Source: Frantar et al., GPTQ (arXiv 2210.17323), algorithm 1, with static groups and columns by falling diagonal:
+    the rows of the upper Cholesky factor of the inverse Hessian, in float64.
+    """
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    damped = hessian.double()[order][:, order]
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
+    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    rest, scales = weight.double()[:, order], scale_of_elements(grid.nearest)[:, order]
+    chosen = grid.with_codes(codes).dequantize().double()[:, order]
+    element = grid.spec.element
+    values = decode(torch.arange(1 << element.bits, dtype=torch.uint8), element)
+    values = values[values.isfinite()].double().unique()
+    for j in range(len(order)):
+        wanted = rest[:, j] / scales[:, j]
+        best = (wanted[:, None] - values).abs().amin(1)
+        found = (wanted - chosen[:, j] / scales[:, j]).abs()
+        assert (found <= best + 1e-4 * (1 + wanted.abs())).all(), f"column {j}"  # of the midpoint between two codes
+        error = (rest[:, j] - chosen[:, j]) / upper[j, j]
+        rest[:, j:] -= error[:, None] * upper[j, j:]
+
+
+@cases
+def test_compensate_gives_the_codes_of_gptq_in_the_form_with_the_inverse(
+    spec: WeightSpec, shape: tuple[int, int]
+) -> None:
+    weight, hessian = make_weight(shape), hessian_of(correlated_inputs(3 * shape[1], shape[1]))
+    grid = grid_of(weight, spec)
+    [codes] = compensate(weight.float(), [grid], factorize(hessian, "q_proj"))
+    assert codes.dtype == torch.uint8
+    assert codes.shape == shape
+    assert_gptq(codes, weight.float(), grid, hessian)
+    changed = (codes != grid.nearest_codes()).double().mean()
+    assert 0.05 < changed < 0.9
+
+
+@cases
+def test_the_error_of_outputs_is_lower_than_that_of_rounding_to_nearest(
+    spec: WeightSpec, shape: tuple[int, int]
+) -> None:
+    weight, inputs = make_weight(shape), correlated_inputs(6 * shape[1], shape[1])
+    grid = grid_of(weight, spec)
+    [codes] = compensate(weight.float(), [grid], factorize(hessian_of(inputs), "q_proj"))
+
+    def error(quantized: QuantizedTensor) -> float:
+        return float((inputs @ (weight.float() - quantized.dequantize()).T).square().sum())
+
+    assert error(grid.with_codes(codes)) < 0.7 * error(grid.nearest)
+
+
+@cases
+def test_weights_that_share_an_input_get_the_codes_that_each_gets_alone(
+    spec: WeightSpec, shape: tuple[int, int]
+) -> None:
+    weights = [make_weight((rows, shape[1]), seed) for seed, rows in enumerate((shape[0], 16, 37))]
+    feedback = factorize(hessian_of(correlated_inputs(3 * shape[1], shape[1])), "q_proj")
+    amax = max(float(weight.abs().amax()) for weight in weights)
+    grids = [grid_of(weight, spec, amax) for weight in weights]
+    together = compensate(torch.cat(weights).float(), grids, feedback)
+    for weight, grid, codes in zip(weights, grids, together, strict=True):
+        assert torch.equal(codes, compensate(weight.float(), [grid], feedback)[0])
+
+
+@cases
+def test_columns_whose_input_is_always_zero_are_rounded_to_nearest(spec: WeightSpec, shape: tuple[int, int]) -> None:
+    weight, inputs = make_weight(shape), correlated_inputs(3 * shape[1], shape[1])
+    dead = torch.tensor([0, 3, shape[1] - 1])
+    inputs[:, dead] = 0.0
+    grid = grid_of(weight, spec)
+    [codes] = compensate(weight.float(), [grid], factorize(hessian_of(inputs), "q_proj"))
+    assert torch.equal(codes[:, dead], grid.nearest_codes()[:, dead])
+
+
+@cases
+def test_uncorrelated_inputs_are_rounded_to_nearest(spec: WeightSpec, shape: tuple[int, int]) -> None:
+    grid = grid_of(make_weight(shape), spec)
+    feedback = factorize(torch.diag(torch.rand(shape[1]) + 0.1), "q_proj")
+    [codes] = compensate(make_weight(shape).float(), [grid], feedback)
+    assert torch.equal(codes, grid.nearest_codes())
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_grid_has_the_scales_and_the_nearest_codes_of_the_quantizer(
+    spec: WeightSpec, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    amax = 2.0 * float(weight.abs().amax()) if spec.needs_tensor_amax else None
+    grid = Grid.of(weight, spec, amax)
+    expected = quantize_tensor(weight, spec, None if amax is None else torch.tensor(amax))
+    assert torch.equal(grid.nearest.codes, expected.codes)
+    assert torch.equal(grid.nearest.scale, expected.scale)
+    assert torch.equal(grid.nearest.dequantize(), expected.dequantize())
+    assert torch.equal(grid.with_codes(grid.nearest_codes()).codes, expected.codes)
+    groups, scales = grid.column_groups(), grid.row_scales()
+    assert torch.equal(scales[:, groups.long()].double(), scale_of_elements(expected))
+
+
+def test_methods_are_found_by_name_and_a_wrong_name_lists_them() -> None:
+    assert all(get_method(name).name == name for name in METHODS)
+    with pytest.raises(UnknownNameError, match=r"nearest.*gptq.*match"):
+        get_method("awq")
+
+
+# ------------------------------------------------------------------------------------------------- output matching
+
+
+def statistics_of(rows: Rows, weight: Tensor | None = None) -> Statistics:
+    """The statistics of rows, computed in float64; `weight` adds to a residual stream."""
+    inputs, tokens = rows.inputs.double(), len(rows.inputs)
+    drift = rows.reference.double() - inputs
+    if rows.residual is None:
+        return Statistics(hessian_of(rows.inputs), (drift.T @ inputs / tokens).float(), None, tokens)
+    assert weight is not None
+    lacking = drift @ weight.double().T + RESIDUAL_SHARE * rows.residual.double()
+    return Statistics(hessian_of(rows.inputs), None, (lacking.T @ inputs / tokens).float(), tokens)
+
+
+def inputs_of(rows: Rows, held_out: Rows | None, weight: Tensor | None = None) -> Inputs:
+    statistics = statistics_of(rows, weight)
+    return Inputs(statistics, factorize(statistics.hessian, "o_proj"), held_out)
+
+
+def ridge_solution(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The change of a weight ``[N, K]`` that is closest to giving `outputs`, under the damping of the Hessian."""
+    tokens, width = inputs.shape
+    ridge = (DAMPING * inputs.double().square().mean()).sqrt()
+    rows = torch.cat([inputs.double() / tokens**0.5, ridge * torch.eye(width)])
+    targets = torch.cat([outputs.double() / tokens**0.5, torch.zeros(width, outputs.shape[1])])
+    return torch.linalg.lstsq(rows, targets).solution.T.float()
+
+
+def drifting(tokens: int, width: int, seed: int, *, noise: bool = False, residual: bool = False) -> Rows:
+    """Rows whose reference is a fixed linear map of the inputs; with `noise` it is the inputs plus noise."""
+    generator = torch.Generator().manual_seed(99)
+    change = 0.1 * torch.randn(width, width, generator=generator) * width**-0.5
+    stream = torch.randn(width, 24, generator=generator) * width**-0.5
+    inputs = correlated_inputs(tokens, width, seed)
+    generator.manual_seed(seed + 100)
+    drift = 0.1 * torch.randn(tokens, width, generator=generator) if noise else inputs @ change
+    error = (0.1 * torch.randn(tokens, 24, generator=generator) if noise else inputs @ stream) if residual else None
+    return Rows(inputs, inputs + drift, error)
+
+
+def test_the_target_is_the_least_squares_solution_in_float64() -> None:
+    weight = make_weight((24, 48)).float()
+    rows, held_out = drifting(4000, 48, 0), drifting(400, 48, 1)
+    target, details = matched(weight, inputs_of(rows, held_out))
+    step = ridge_solution(rows.inputs, (rows.reference - rows.inputs) @ weight.T)
+    assert 0.95 < details["drift_factor"] <= 1.0
+    torch.testing.assert_close(target, weight + details["drift_factor"] * step, rtol=1e-4, atol=1e-4)
+    error = ((held_out.reference @ weight.T - held_out.inputs @ target.T).square().sum()) ** 0.5
+    before = ((held_out.reference @ weight.T - held_out.inputs @ weight.T).square().sum()) ** 0.5
+    assert error < 0.2 * before
+
+
+def test_a_linear_that_adds_to_the_residual_stream_makes_up_for_half_of_its_error() -> None:
+    weight = make_weight((24, 48)).float()
+    rows, held_out = drifting(4000, 48, 0, residual=True), drifting(400, 48, 1, residual=True)
+    target, details = matched(weight, inputs_of(rows, held_out, weight))
+    assert rows.residual is not None
+    drift_step = ridge_solution(rows.inputs, (rows.reference - rows.inputs) @ weight.T)
+    stream_step = ridge_solution(rows.inputs, rows.residual)
+    assert 0.95 < details["drift_factor"] <= 1.0
+    expected = weight + details["drift_factor"] * (drift_step + RESIDUAL_SHARE * stream_step)
+    torch.testing.assert_close(target, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_noise_that_the_inputs_do_not_explain_hardly_changes_the_target() -> None:
+    weight = make_weight((24, 48)).float()
+    rows, held_out = (drifting(tokens, 48, seed, noise=True, residual=True) for seed, tokens in ((0, 96), (1, 400)))
+    target, details = matched(weight, inputs_of(rows, held_out, weight))
+    assert 0.0 <= details["drift_factor"] < 0.15
+    noise = ridge_solution(rows.inputs, (rows.reference - rows.inputs) @ weight.T).norm()
+    assert (target - weight).norm() < 0.3 * noise
+
+
+@pytest.mark.parametrize(("tokens", "factor"), [(TOKENS_PER_COLUMN * 48, 0.5), (100 * TOKENS_PER_COLUMN * 48, 0.99)])
+def test_without_held_out_rows_the_drift_counts_by_the_tokens_per_column(tokens: int, factor: float) -> None:
+    given = inputs_of(drifting(500, 48, 0), None)
+    given = replace(given, statistics=replace(given.statistics, tokens=tokens))
+    _, details = matched(make_weight((24, 48)).float(), given)
+    assert details["drift_factor"] == pytest.approx(factor, abs=1e-3)
+
+
+def test_without_drift_the_target_is_the_weight_and_the_codes_are_those_of_gptq() -> None:
+    weight = make_weight((24, 64))
+    inputs = correlated_inputs(300, 64)
+    rows = Rows(inputs, inputs)
+    grid = grid_of(weight, SCHEMES["mxfp4"].weight)
+    statistics = statistics_of(rows)
+    feedback = factorize(statistics.hessian, "o_proj")
+    expected = get_method("gptq").round([weight.float()], [grid], Inputs(statistics, feedback)).codes[0]
+    for given in (statistics, replace(statistics, drift=None)):
+        assert torch.equal(matched(weight.float(), Inputs(given, feedback, rows))[0], weight.float())
+        found = get_method("match").round([weight.float()], [grid], Inputs(given, feedback, rows))
+        assert torch.equal(found.codes[0], expected)
+
+
+def test_match_gives_lower_errors_than_gptq_where_the_inputs_drift() -> None:
+    weight = make_weight((24, 64))
+    rows, held_out = drifting(4000, 64, 0), drifting(400, 64, 1)
+    grid, given = grid_of(weight, WeightSpec(E4M3, CHANNEL)), inputs_of(rows, held_out)
+
+    def error(method: str) -> float:
+        quantized = grid.with_codes(get_method(method).round([weight.float()], [grid], given).codes[0])
+        wanted = held_out.reference @ weight.float().T
+        return float((wanted - held_out.inputs @ quantized.dequantize().T).square().sum())
+
+    assert error("match") < 0.5 * error("gptq")
+    assert error("nearest") > error("match")
+
+
+def test_the_scales_of_blocks_cover_ragged_edges() -> None:
+    grid = grid_of(make_weight((150, 170)), WeightSpec(E4M3, BLOCK_128))
+    assert grid.row_scales().shape == (150, 2)
+    assert grid.column_groups().tolist() == [0] * 128 + [1] * 42
+    assert torch.equal(grid.row_scales()[127] == grid.row_scales()[128], torch.tensor([False, False]))
