@@ -33,26 +33,7 @@ def calibrate_set(
     from_quantized: bool = False,
     progress: Progress | None = None,
 ) -> ActivationStats:
-    """Return the statistics of a model's activations on calibration text.
-
-    Args:
-        model: An unquantized checkpoint: a folder or a model of the hub; with `from_quantized` a quantized one.
-        data: The sequences, with the record of their origin, which the result keeps.
-        options: How to run the model and what to record.
-        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
-        progress: Called after each sequence.
-
-    Returns:
-        The statistics. If the run stopped early because of `RunOptions.until_stable`, they cover the sequences that
-        ran, and the record says so under ``stopped``.
-
-    Raises:
-        AlreadyQuantizedError: The checkpoint is quantized, and `from_quantized` is False.
-        DataError: There is no sequence, an empty one, or a token id beyond the vocabulary.
-        CheckpointError: The model cannot be loaded.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        UsageError: A single layer needs more memory than `RunOptions.max_memory`.
-    """
+    """Return the statistics of a model's activations on calibration text."""
     with Checkpoint.open(model_folder(model)) as stored:
         checkpoint = plain_view(stored) if from_quantized else stored
         return calibrate_opened(CalibrationModel(checkpoint, options), data, options, progress)

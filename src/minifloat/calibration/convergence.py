@@ -30,8 +30,6 @@ class Convergence:
     Attributes:
         settled_after: Number of sequences after which the scale stayed within the tolerance of its final value; None
             if the scale has not settled.
-        change: Largest distance from the final scale over the window at the end, relative to the final scale; inf
-            if the final scale is 0.
     """
 
     settled_after: int | None
@@ -45,14 +43,7 @@ class Convergence:
 
 @dataclass(frozen=True)
 class ConvergenceReport:
-    """How all scales of a model moved.
-
-    Attributes:
-        scales: By the name of the scale in a checkpoint: ``....down_proj.input_scale``, ``....self_attn.k_scale``.
-        sequences: Number of sequences of the calibration.
-        tolerance: Largest relative change of a settled scale.
-        window: Number of sequences at the end that are compared with the final scale.
-    """
+    """How all scales of a model moved."""
 
     scales: Mapping[str, Convergence]
     sequences: int
@@ -67,19 +58,7 @@ class ConvergenceReport:
 
 
 def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE, element: ElementFormat = E4M3) -> Floats:
-    """Return the scale after each sequence.
-
-    Args:
-        amax: float32 `[S]`, without sequences that did not reach the module.
-        rule: A history rule.
-        element: Format of the quantized elements.
-
-    Returns:
-        float32 `[S]`; the last entry is the static scale.
-
-    Raises:
-        UsageError: The rule needs histograms, which cover all sequences at once.
-    """
+    """Return the scale after each sequence."""
     if not isinstance(rule, HistoryRule):
         raise UsageError(f"rule {rule.name}: has no value per sequence; judge convergence by max")
     return to_scale(rule.running(amax), element)
@@ -105,9 +84,6 @@ def convergence_report(
     """Return how the scales of a model moved over the sequences, in order.
 
     A sequence without a token for a module leaves the module's scale unchanged.
-
-    Raises:
-        UsageError: The rule needs histograms.
     """
     scales = {}
     for name, module in stats.inputs.items():

@@ -53,15 +53,7 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Sequences of token ids, with a record of their origin.
-
-    Attributes:
-        sequences: Token ids of each sequence, without padding; all of one length if packed.
-        record: For JSON: ``sources`` (a list: name, kind, column, weight, documents, sequences, tokens, sha256 of the
-            text used), ``sequences``, ``tokens`` and ``sha256`` (of the token ids) of this set, ``seq_len``,
-            ``packing``, ``seed``, ``tokenizer`` (sha256 of its definition). A part made by `held_out` says so under
-            ``part``; its ``sources`` still describe the whole.
-    """
+    """Sequences of token ids, with a record of their origin."""
 
     sequences: tuple[tuple[int, ...], ...]
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -72,18 +64,7 @@ class CalibrationSet:
         return sum(map(len, self.sequences))
 
     def held_out(self, fraction: float) -> tuple[CalibrationSet, CalibrationSet]:
-        """Split the set into sequences to calibrate on and held-out sequences to check the scales on.
-
-        Args:
-            fraction: Fraction of the sequences to hold out, rounded to at least one sequence. The choice depends only
-                on the number of sequences.
-
-        Returns:
-            The set to calibrate on, and the held-out set; both in the order of this set.
-
-        Raises:
-            DataError: The fraction is not between 0 and 1, or leaves no sequence to calibrate on.
-        """
+        """Split the set into sequences to calibrate on and held-out sequences to check the scales on."""
         size = len(self.sequences)
         count = max(1, round(size * fraction)) if 0 < fraction < 1 else 0
         if not 0 < count < size:
@@ -123,27 +104,6 @@ def load_calibration_data(
     documents are skipped.
 
     Every sequence begins with BOS if the tokenizer begins texts with BOS.
-
-    Args:
-        sources: One or several sources; a string is parsed by `Source.parse`, a path object is used as it is.
-        tokenizer: Tokenizer of the model.
-        samples: Number of sequences. Each source gives its share by weight, by the method of largest remainders; one
-            that has fewer gives what it has, with a warning.
-        seq_len: Tokens of a sequence, including BOS.
-        seed: Of the shuffling.
-        packing: Join the documents of a source, each followed by EOS (chats end as their template ends them), and cut
-            them into sequences of exactly `seq_len` tokens; only an incomplete last sequence is dropped. If False, a
-            sequence is one document, cut off after `seq_len` tokens, and may be shorter.
-        text_column: Column of text in tables whose source names no column.
-        vocab_size: Vocabulary size of the model; larger token ids are refused.
-        own_text: Gives the sequences of the source `self`; they have `seq_len` tokens whatever `packing` says.
-
-    Raises:
-        DataError: A source is missing, unreadable, empty or shorter than a sequence; a column does not exist; there are
-            chat messages but no chat template; a token id is beyond the vocabulary; `samples` or `seq_len` is out of
-            range.
-        UnknownNameError: A source has an unknown option.
-        StorageError: The system refused to read.
     """
     parsed = as_sources(sources)
     prefix = sequence_prefix(tokenizer)
@@ -187,11 +147,7 @@ def as_source(source: SourceLike) -> Source:
 
 
 def _shares(samples: int, sources: Sequence[Source]) -> list[int]:
-    """Return the number of sequences of each source: proportional to the weights, by largest remainders.
-
-    Raises:
-        DataError: A source would get no sequence.
-    """
+    """Return the number of sequences of each source: proportional to the weights, by largest remainders."""
     total = math.fsum(source.weight for source in sources)
     quotas = [samples * (source.weight / total) for source in sources]
     shares = [math.floor(quota) for quota in quotas]

@@ -37,35 +37,21 @@ def is_routed(module: Any) -> bool:
 
 
 def is_transposed(module: Any, name: str) -> bool | None:
-    """Return whether a module of experts keeps the parameter `name` as ``[E, K, N]`` and not as ``[E, N, K]``.
-
-    Returns:
-        None if the inputs of the module's experts cannot be observed.
-    """
+    """Return whether a module of experts keeps the parameter `name` as ``[E, K, N]`` and not as ``[E, N, K]``."""
     if is_routed(module):
         return bool(module.is_transposed)
     return True if batches_experts(type(module), name) else None
 
 
 def watch_experts(module: Any, record: Record) -> Callable[[], None]:
-    """Replace the forward method of an experts module by one that reports the inputs of each expert.
-
-    Returns:
-        A function that restores the former method.
-    """
+    """Replace the forward method of an experts module by one that reports the inputs of each expert."""
     if is_routed(module):
         return replace_forward(module, functools.partial(_forward, module, record))
     return replace_forward(module, functools.partial(_batched_forward, module, module.forward, record))
 
 
 def inner_inputs(module: Any, hidden_states: Tensor, *routing: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that gets tokens, the index of each of its tokens, and its input ``[n, H]``.
-
-    Args:
-        module: An experts module.
-        hidden_states: First argument of its forward pass.
-        *routing: The other arguments.
-    """
+    """Yield each expert that gets tokens, the index of each of its tokens, and its input ``[n, H]``."""
     if is_routed(module):
         for expert, _, token in _routed(module, routing[0]):
             yield expert, token, hidden_states[token]
@@ -77,12 +63,7 @@ def inner_inputs(module: Any, hidden_states: Tensor, *routing: Tensor) -> Iterat
 
 
 def _routed(module: Any, top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that tokens were routed to, with the position among the token's k experts and the token.
-
-    Args:
-        module: A routed module.
-        top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last expert stands for no expert.
-    """
+    """Yield each expert that tokens were routed to, with the position among the token's k experts and the token."""
     for expert in top_k_index.flatten().bincount().nonzero().flatten().tolist():
         if expert < module.num_experts:
             position, token = torch.where((top_k_index == expert).T)
@@ -133,18 +114,7 @@ class _BatchedProducts(TorchFunctionMode):  # type: ignore[misc, no-any-unimport
 
 
 def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run the experts of a routed module that tokens were routed to.
-
-    Args:
-        module: A routed module.
-        record: Called with the inputs of each expert.
-        hidden_states: ``[tokens, H]``.
-        top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last expert stands for no expert.
-        top_k_weights: ``[tokens, k]``, the weight of each expert's output.
-
-    Returns:
-        ``[tokens, H]``, the dtype of `hidden_states`.
-    """
+    """Run the experts of a routed module that tokens were routed to."""
     result = torch.zeros_like(hidden_states)
     inner = "gate_up_proj" if module.has_gate else "up_proj"
     for expert, position, token in _routed(module, top_k_index):

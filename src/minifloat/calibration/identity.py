@@ -29,9 +29,6 @@ class ModelIdentity:
     """Hashes that distinguish one unquantized model from another.
 
     Attributes:
-        architecture: Class name in the config, or its model type.
-        config: SHA-256 of the config, without keys that do not change what the model computes.
-        tensors: SHA-256 of the names, dtypes and shapes of all tensors; how they are sharded does not matter.
         weights: SHA-256 of a sample of the weights: some bytes from the middle of evenly chosen tensors.
     """
 
@@ -42,11 +39,7 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelIdentity:
-        """Return the identity of an open checkpoint; the plain view of a quantized one has that of the quantized one.
-
-        Raises:
-            StorageError: The system refused to read.
-        """
+        """Return the identity of an open checkpoint; the plain view of a quantized one has that of the quantized one."""
         if isinstance(checkpoint, DecodedCheckpoint):
             checkpoint = checkpoint.stored
         infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)

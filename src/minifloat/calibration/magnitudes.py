@@ -33,12 +33,7 @@ _BELOW = 12
 
 
 def magnitude_section(groups: Mapping[str, Sequence[InputSummary]], stats: ActivationStats) -> str:
-    """Return the section with histograms of the magnitudes, in units of the static scales; empty without histograms.
-
-    Args:
-        groups: The inputs of each kind of linear, by the name of the kind.
-        stats: Statistics with histograms: those of the held-out text, or of the calibration text.
-    """
+    """Return the section with histograms of the magnitudes, in units of the static scales; empty without histograms."""
     series, rows = [], []
     for name, group in groups.items():
         counts = _scaled_counts(group, stats)

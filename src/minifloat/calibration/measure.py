@@ -34,7 +34,6 @@ class Measurement:
 
     Attributes:
         amax: float32 ``[1]`` on the tensor's device; NaN or Inf if the tensor holds either.
-        tokens: Number of rows.
         histogram: int64 ``[BINS]`` on the tensor's device, or None.
         channel_amax: float32 ``[K]`` on the tensor's device, or None.
     """
@@ -79,14 +78,7 @@ def _histogram(rows: Tensor) -> Tensor:
 
 @dataclass
 class Tally:
-    """The measurements of all sequences. A slot is one measured input, which several linears may share.
-
-    Attributes:
-        slots: For each slot the names of its linears in the checkpoint.
-        widths: For each slot the number of input channels.
-        rows: For each sequence the amax and the tokens of all slots.
-        kv: For each attention the amax of K and V per head, by sequence.
-    """
+    """The measurements of all sequences. A slot is one measured input, which several linears may share."""
 
     slots: Sequence[tuple[str, ...]]
     widths: Sequence[int]
@@ -103,16 +95,7 @@ class Tally:
     def add(
         self, sequence: int, inputs: Sequence[tuple[int, Measurement]], kv: Sequence[tuple[str, Tensor, Tensor]]
     ) -> None:
-        """Add one forward pass of the model, or of a part of it; on an error nothing is added.
-
-        Args:
-            sequence: Index of the sequence; passes with the same index are combined.
-            inputs: Slots and the measurements of their inputs, in the order of the computation.
-            kv: Names of attentions, with the amax of K and V per head.
-
-        Raises:
-            NonFiniteError: A measurement is NaN or Inf.
-        """
+        """Add one forward pass of the model, or of a part of it; on an error nothing is added."""
         fetched = iter(_fetch([entry.amax for _, entry in inputs] + [t for _, k, v in kv for t in (k, v)]))
         amaxes = [float(next(fetched)[0]) for _ in inputs]
         heads = [(name, next(fetched), next(fetched)) for name, _, _ in kv]

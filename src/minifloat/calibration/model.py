@@ -21,18 +21,7 @@ from minifloat.model.runtime.load import Loader, load_opened
 
 
 class CalibrationModel:
-    """An unquantized model, open for calibration.
-
-    Args:
-        checkpoint: A checkpoint that stays open until the last run ends.
-        options: Its `dtype` and `device` are those of the model; runs may differ in all other options.
-
-    Attributes:
-        description: The result of `describe` for the checkpoint.
-
-    Raises:
-        AlreadyQuantizedError: The checkpoint is quantized.
-    """
+    """An unquantized model, open for calibration."""
 
     def __init__(self, checkpoint: Checkpoint, options: RunOptions) -> None:
         if checkpoint.quantization_config is not None:
@@ -47,20 +36,12 @@ class CalibrationModel:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """The identity that statistics of this model record.
-
-        Raises:
-            StorageError: The system refused to read.
-        """
+        """The identity that statistics of this model record."""
         return ModelIdentity.of(self.checkpoint)
 
     @cached_property
     def whole(self) -> PreTrainedModel:
-        """The model with all of its weights, loaded at the first use.
-
-        Raises:
-            CheckpointError: The model cannot be loaded.
-        """
+        """The model with all of its weights, loaded at the first use."""
         return load_opened(self.checkpoint, self.description, dtype=self._dtype, device=self._device)
 
     @cached_property
@@ -78,9 +59,5 @@ class CalibrationModel:
         return sum(math.prod(info.shape) * loaded_dtype.itemsize for info in infos)
 
     def loader(self) -> Loader:
-        """Return a loader whose model has no weights yet.
-
-        Raises:
-            ConfigError: transformers cannot build the model.
-        """
+        """Return a loader whose model has no weights yet."""
         return Loader(self.checkpoint, self.description, dtype=self._dtype, device=self._device)

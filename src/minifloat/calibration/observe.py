@@ -33,18 +33,9 @@ from minifloat.errors import UsageError
 class Observer:
     """Records statistics of the inputs of a model's linears and experts, and of K and V of its attentions.
 
-        with Observer(model) as observer:
-            observer.run(input_ids)
-        observer.inputs(), observer.kv()
-
-    Args:
-        model: A model from `minifloat.model.runtime.load.load`; quantized or not, on any device.
-        sites: The modules to observe; None: all that `find_sites` returns for the folder of the model.
-        histogram: Also count magnitudes.
-        per_channel: Also record the amax of each input channel.
-
-    Raises:
-        CheckpointError: `sites` is None and the folder of the model cannot be read.
+    with Observer(model) as observer:
+        observer.run(input_ids)
+    observer.inputs(), observer.kv()
     """
 
     def __init__(
@@ -102,9 +93,6 @@ class Observer:
 
         The statistics of blocks with the same index are combined: the larger amax, the sum of tokens. A block that
         raises an exception is not recorded.
-
-        Raises:
-            NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         """
         self._sequence = index
         try:
@@ -116,15 +104,7 @@ class Observer:
 
     @torch.inference_mode()
     def run(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Run the decoder, without lm_head, over each row of a batch as a sequence of its own.
-
-        Args:
-            input_ids: int64 ``[B, T]``.
-            attention_mask: ``[B, T]``; tokens with a 0 are padding and are removed. Rows without tokens are skipped.
-
-        Raises:
-            NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        """
+        """Run the decoder, without lm_head, over each row of a batch as a sequence of its own."""
         keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         for ids, mask in zip(input_ids, keep, strict=True):
             row = ids[mask.bool()]

@@ -81,35 +81,7 @@ def write_own_text(
     max_num_seqs: int = _TOGETHER,
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Return text that the model writes.
-
-    Args:
-        checkpoint: The unquantized model.
-        tokenizer: Its tokenizer, which says which tokens begin a text.
-        samples: Number of sequences.
-        seq_len: Tokens of a sequence, with those it begins with.
-        seed: Of the first tokens and of the draws.
-        file: Where the tokens are kept. Sequences of the same model and settings in an existing file are used, and
-            only missing ones are written; text of another model or other settings is replaced, and the log says why.
-            The folder must exist. None: the text is not kept.
-        write_copy: Called if the weights do not fit into the available memory: writes a smaller copy of the model,
-            which then writes the text. The copy lies beside `file` and is deleted.
-        device: Where the model runs.
-        max_num_seqs: Sequences that are decoded together.
-        progress: Called after each step with the number of tokens written, the total, and a description.
-
-    Returns:
-        Sequences of exactly `seq_len` tokens, and their record; its one source names the weights that wrote the text.
-
-    Raises:
-        DataError: `samples` or `seq_len` is out of range, the model has fewer positions than `seq_len`, the vocabulary
-            has no token to begin with, or the logits of the model are not finite.
-        AlreadyQuantizedError: The checkpoint is quantized.
-        UsageError: The weights do not fit into the available memory, and there is no `write_copy`.
-        StatsError: `file` exists and holds something else, or is damaged.
-        CheckpointError: The engine cannot run the model; the message says why.
-        StorageError: The system refused to read or write.
-    """
+    """Return text that the model writes."""
     prefix = sequence_prefix(tokenizer)
     _check(checkpoint, samples, seq_len, prefix)
     identity = ModelIdentity.of(checkpoint)
@@ -184,15 +156,7 @@ def _weights(
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The tokens that sequences begin with.
-
-    Attributes:
-        prefix: BOS, or nothing.
-        first: Tokens to choose the first one from.
-        chat: Tokens of the chat template up to the content of a user's turn; empty if it has none that can serve.
-        note: Why the chat template cannot serve; empty: it does, or there is none.
-        seed: Of the first tokens.
-    """
+    """The tokens that sequences begin with."""
 
     prefix: tuple[int, ...]
     first: tuple[int, ...]
@@ -202,11 +166,7 @@ class _Prompts:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, prefix: list[int], vocab: int, seed: int, seq_len: int) -> _Prompts:
-        """Return the prompts of a model with `vocab` tokens.
-
-        Raises:
-            DataError: No token can be the first.
-        """
+        """Return the prompts of a model with `vocab` tokens."""
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         first = sorted({token for token in tokenizer.get_vocab().values() if 0 <= token < vocab} - special)
         if not first:
@@ -255,15 +215,7 @@ def _chat_prompt(
 
 
 class _Writer:
-    """Writes sequences in order, and keeps the finished ones in a file.
-
-    Args:
-        engine: Runs the model.
-        prompts: What sequences begin with.
-        settings: What the file records.
-        file: Where finished sequences are kept, or None.
-        progress: Called after each step.
-    """
+    """Writes sequences in order, and keeps the finished ones in a file."""
 
     def __init__(
         self, engine: Engine, prompts: _Prompts, settings: TextSettings, file: Path | None, progress: Progress | None
@@ -278,11 +230,7 @@ class _Writer:
         self._together = info.max_num_seqs - 1 if self._is_batched else 1
 
     def write(self, samples: int, kept: WrittenText | None) -> WrittenText:
-        """Return a text of `samples` sequences, of which those in `kept` are used as they are.
-
-        Raises:
-            DataError: The logits of the model are not finite.
-        """
+        """Return a text of `samples` sequences, of which those in `kept` are used as they are."""
         if kept is not None and dict(kept.weights) != self._weights:
             _LOG.warning("%s: the text is written again: %s wrote it before", self._file, dict(kept.weights))
             kept = None

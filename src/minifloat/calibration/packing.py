@@ -51,26 +51,12 @@ class Reading:
         self.digest = hashlib.sha256()
 
     def sequences(self, seq_len: int, *, packing: bool) -> Iterator[tuple[int, ...]]:
-        """Yield sequences of token ids until the text ends, each with BOS first if the tokenizer begins texts with BOS.
-
-        Args:
-            seq_len: Tokens of a sequence, including BOS.
-            packing: Join documents into sequences of exactly `seq_len` tokens; False: one document per sequence, cut
-                off after `seq_len` tokens.
-
-        Raises:
-            DataError: The source cannot be read, or holds neither text nor chats that the tokenizer can render.
-            StorageError: The system refused to read.
-        """
+        """Yield sequences of token ids until the text ends, each with BOS first if the tokenizer begins texts with BOS."""
         prefix, documents = sequence_prefix(self.tokenizer), self._documents(end=packing)
         return _pack(documents, prefix, seq_len) if packing else _truncate(documents, prefix, seq_len)
 
     def check(self, sequences: Sequence[Sequence[int]], count: int, seq_len: int, vocab_size: int | None) -> None:
-        """Warn if there are fewer than `count` sequences.
-
-        Raises:
-            DataError: There is none, or a token id is beyond the vocabulary.
-        """
+        """Warn if there are fewer than `count` sequences."""
         name = self.source.name
         if not self.used:
             raise DataError(f"{name}: no text in it")

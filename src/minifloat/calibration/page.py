@@ -34,17 +34,7 @@ _WORST = 20  #: modules in a table of the worst
 
 
 def stats_page(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None = None) -> str:
-    """Return a self-contained HTML page about activation statistics and their static scales.
-
-    Args:
-        stats: Statistics of the calibration text.
-        rule: Computes the amax from the statistics.
-        held_out: Statistics of held-out text, with histograms; None: no text was held out.
-
-    Raises:
-        UsageError: The rule, or the held-out text, needs histograms, and the statistics have none.
-        StatsError: The held-out statistics are of another model.
-    """
+    """Return a self-contained HTML page about activation statistics and their static scales."""
     summary = summarize(stats, rule, held_out)
     return page(
         f"Activation statistics: {stats.model.architecture}",

@@ -50,16 +50,8 @@ class Source:
     """A source of text.
 
     Attributes:
-        name: ``self`` for text that the model itself writes; else the path of a file or folder, or, if no such path
-            exists, the name of a data set on the hub.
         column: Column of a table that holds text or chat messages; None: ``text``, else ``messages``.
-        weight: Share of the sequences, relative to the other sources.
-        config: Configuration of a data set of the hub that has several.
         split: Split of a data set of the hub; None: ``train``.
-
-    Raises:
-        DataError: The name is empty, the weight is not a finite number above 0, or text that the model itself writes
-            is given an option beside its weight.
     """
 
     name: str
@@ -86,10 +78,6 @@ class Source:
         Keys are column, weight, config and split. The options begin after the last ``#``, so a path that contains ``#``
         needs another ``#`` at its end. Examples: ``stories.txt``, ``gsm8k.jsonl#column=question,weight=2``,
         ``openai/gsm8k#config=main,column=answer``, ``c#.txt#``.
-
-        Raises:
-            DataError: An option is not KEY=VALUE, is repeated, or is a weight that is not a number.
-            UnknownNameError: A key is unknown.
         """
         name, mark, rest = text.rpartition("#")
         if not mark:

@@ -103,11 +103,7 @@ def held_out_path(path: Path) -> Path:
 
 
 def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
-    """Raise an error if a file cannot be written; call it before the work, not after an hour of it.
-
-    Raises:
-        DestinationError: A file exists and `overwrite` is False, or its folder does not exist.
-    """
+    """Raise an error if a file cannot be written; call it before the work, not after an hour of it."""
     for file in files:
         if not file.parent.is_dir():
             raise DestinationError(f"{file}: the folder to write it in does not exist; create that one first")

@@ -50,15 +50,7 @@ class HistoryRule(Rule):
 
     @abstractmethod
     def running(self, amax: Floats) -> Doubles:
-        """Return the amax by this rule after each sequence.
-
-        Args:
-            amax: float32 `[S]`, or `[S, heads]` for each head by itself; without sequences that did not reach the
-                module.
-
-        Returns:
-            float64 of the same shape.
-        """
+        """Return the amax by this rule after each sequence."""
 
     def amax(self, module: ModuleStats, element: ElementFormat = E4M3) -> float:
         """Return the amax after the last sequence; sequences without a token for the module do not count."""
@@ -98,11 +90,6 @@ class Delayed(HistoryRule):
     former scale, at first 1.0; minifloat refuses such statistics.
 
     Source: Transformer Engine, `common.recipe.DelayedScaling`.
-
-    Attributes:
-        history: Number of sequences to use (``amax_history_len``).
-        margin: Octaves of headroom.
-        algo: ``"max"`` of the history, or its ``"most_recent"`` entry (``amax_compute_algo``).
     """
 
     name: ClassVar[str] = "delayed"
@@ -115,11 +102,7 @@ class Delayed(HistoryRule):
     algo: str = "max"
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            UsageError: An option is out of range.
-        """
+        """Check the options."""
         lookup("algo of rule delayed", self.algo, dict.fromkeys(("max", "most_recent")))
         _require("history", self.history, self.history >= 1, "at least 1")
         _require("margin", self.margin, abs(self.margin) < FLOAT32.bias, f"between -{FLOAT32.bias} and {FLOAT32.bias}")
@@ -144,9 +127,6 @@ class MovingAverage(HistoryRule):
     Torch's ``MovingAverageMinMaxObserver`` and llm-compressor's default for activations average minimum and maximum in
     this way; this rule averages the larger magnitude. The average is below the maximum, so the largest elements of the
     calibration text saturate.
-
-    Attributes:
-        averaging_constant: Weight of the newest sequence.
     """
 
     name: ClassVar[str] = "moving-average"
@@ -155,11 +135,7 @@ class MovingAverage(HistoryRule):
     averaging_constant: float = 0.01
 
     def __post_init__(self) -> None:
-        """Check the option.
-
-        Raises:
-            UsageError: The option is out of range.
-        """
+        """Check the option."""
         constant = self.averaging_constant
         _require("averaging_constant", constant, 0.0 < constant <= 1.0, "above 0 and at most 1")
 
@@ -187,9 +163,6 @@ class Percentile(HistogramRule):
 
     Zeros do not count, because an input that is mostly zero, such as after ReLU, would have a percentile of zero. The
     magnitude is interpolated linearly within its bin, an eighth of an octave, and never exceeds the module's amax.
-
-    Attributes:
-        percentile: In percent.
     """
 
     name: ClassVar[str] = "percentile"
@@ -198,11 +171,7 @@ class Percentile(HistogramRule):
     percentile: float = 99.99
 
     def __post_init__(self) -> None:
-        """Check the option.
-
-        Raises:
-            UsageError: The option is out of range.
-        """
+        """Check the option."""
         _require("percentile", self.percentile, 0.0 < self.percentile <= 100.0, "above 0 and at most 100")
 
     def clip(self, module: ModuleStats, element: ElementFormat) -> float:
@@ -223,9 +192,6 @@ class MeanSquaredError(HistogramRule):
     Candidates are the module's amax and the bin edges of the `octaves` octaves below it; among candidates of equal
     error the largest wins. Floating-point formats lose little precision on small values, so this rule rarely clips
     much.
-
-    Attributes:
-        octaves: Range of the candidates below the amax.
     """
 
     name: ClassVar[str] = "mse"
@@ -234,11 +200,7 @@ class MeanSquaredError(HistogramRule):
     octaves: int = 4
 
     def __post_init__(self) -> None:
-        """Check the option.
-
-        Raises:
-            UsageError: The option is out of range.
-        """
+        """Check the option."""
         _require("octaves", self.octaves, self.octaves >= 1, "at least 1")
 
     def clip(self, module: ModuleStats, element: ElementFormat) -> float:
@@ -263,12 +225,7 @@ def history_rule(rule: Rule) -> HistoryRule:
 
 
 def parse_rule(text: str) -> Rule:
-    """Return the rule of a text such as ``max``, ``percentile:percentile=99.9`` or ``delayed:margin=1``.
-
-    Raises:
-        UnknownNameError: The rule or the option does not exist; the message lists the valid names.
-        UsageError: The option does not accept the value.
-    """
+    """Return the rule of a text such as ``max``, ``percentile:percentile=99.9`` or ``delayed:margin=1``."""
     name, _, option_text = text.partition(":")
     rule = lookup("calibration rule", name, RULES)
     kinds: dict[str, type] = {field.name: type(field.default) for field in fields(rule)}  # type: ignore[arg-type]
@@ -286,15 +243,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def to_scale(amax: npt.ArrayLike, element: ElementFormat = E4M3) -> Floats:
-    """Return the scale with which `element`'s largest value decodes to `amax`: ``amax / element.max`` in float32.
-
-    Args:
-        amax: Finite, not negative, of any shape.
-        element: Format of the quantized elements.
-
-    Returns:
-        float32 of the same shape; a quotient below the smallest normal float32 becomes that number.
-    """
+    """Return the scale with which `element`'s largest value decodes to `amax`: ``amax / element.max`` in float32."""
     rounded = np.minimum(np.asarray(amax, np.float64), FLOAT32.max).astype(np.float32)
     return np.asarray(np.maximum(rounded / np.float32(element.max), np.float32(FLOAT32.min_normal)))
 

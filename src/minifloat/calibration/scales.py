@@ -28,14 +28,7 @@ _Stats = TypeVar("_Stats")
 
 @dataclass(frozen=True)
 class StaticScales:
-    """The scales of the inputs of a model's linears.
-
-    Attributes:
-        scales: By module: the factor that dequantizes its input; float32, above 0, finite. Linears that a server fuses
-            have the same scale.
-        amax: By module: the magnitude that the largest value of the format represents.
-        fallbacks: By module: why its scale comes from other modules.
-    """
+    """The scales of the inputs of a model's linears."""
 
     scales: Mapping[str, np.float32]
     amax: Mapping[str, float]
@@ -65,20 +58,7 @@ def activation_scales(
     element: ElementFormat = E4M3,
     group_of: Callable[[str], str] = fused_group,
 ) -> StaticScales:
-    """Return one scale for the input of each module.
-
-    Args:
-        stats: Statistics of the calibration text.
-        rule: Computes the amax from the statistics.
-        modules: Names in the checkpoint; None: all modules of `stats`.
-        min_tokens: An expert with fewer tokens takes the largest amax of the same projection among its layer's experts.
-        element: Format of the quantized inputs.
-        group_of: Group of linears that servers run as one, and that share a scale.
-
-    Raises:
-        NotCalibratedError: A module has no statistics, no token reached it, or its input was always zero.
-        UsageError: The rule needs histograms, and the statistics have none.
-    """
+    """Return one scale for the input of each module."""
     selected = _select(stats.inputs, modules)
     amax = {name: rule.amax(module, element) for name, module in selected.items()}
     starved = {
@@ -106,19 +86,7 @@ def kv_scales(
     per_head: bool = False,
     element: ElementFormat = E4M3,
 ) -> dict[str, KVScales]:
-    """Return the scales of K and V of each attention.
-
-    Args:
-        stats: Statistics of the calibration text.
-        rule: A history rule, because caches have no histograms.
-        modules: Names of attention modules in the checkpoint; None: all attentions of `stats`.
-        per_head: One scale per KV head; a head whose values were all zero takes the largest scale of its tensor.
-        element: Format of the cache.
-
-    Raises:
-        NotCalibratedError: An attention has no statistics, or its K or V were always zero.
-        UsageError: The rule needs histograms.
-    """
+    """Return the scales of K and V of each attention."""
     if not isinstance(rule, HistoryRule):
         raise UsageError(f"rule {rule.name}: K and V have no histograms; take one of the amax history, such as max")
     selected = _select(stats.kv, modules)
@@ -141,14 +109,6 @@ def saturation(module: ModuleStats, scale: float, element: ElementFormat = E4M3)
     An element saturates if it loses more than rounding costs: if it exceeds the largest value by more than half a step.
     An element is flushed if it becomes zero without being zero: up to half the smallest subnormal. A bin that contains
     a bound counts as a whole, so neither fraction is ever too low; if the amax is within the bound, nothing saturates.
-
-    Args:
-        module: Statistics with a histogram, of text that the scale was not computed from.
-        scale: The factor that dequantizes.
-        element: Format of the quantized elements.
-
-    Raises:
-        UsageError: The module has no histogram.
     """
     histogram = module.require_histogram("saturation")
     total = int(histogram.sum())

@@ -86,23 +86,7 @@ def load_texts(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Return the sequences of all sources, mixed by weight, held-out ones included.
-
-    Args:
-        checkpoint: The unquantized model that the text is for.
-        sources: One or several files, folders or data sets, or ``self``; a string is parsed by `Source.parse`.
-        text: How text becomes sequences of tokens.
-        own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
-        write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
-        device: Where the model runs to write the source ``self``.
-        progress: Called while the model writes the source ``self``: tokens done, their total, a description.
-
-    Raises:
-        DataError: The text is missing, too short, or does not fit the model.
-        CheckpointError: The model has no tokenizer that can be loaded, or the engine cannot run it for ``self``.
-        AlreadyQuantizedError: The model is quantized, and the source ``self`` is given.
-        UsageError: The model does not fit into memory for ``self``, and there is no `write_copy`.
-    """
+    """Return the sequences of all sources, mixed by weight, held-out ones included."""
     tokenizer = _tokenizer(checkpoint, sources)
 
     def own_text(samples: int) -> CalibrationSet:

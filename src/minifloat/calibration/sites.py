@@ -34,13 +34,7 @@ _OUTER = ("down_proj",)
 
 @dataclass(frozen=True)
 class LinearSite:
-    """A linear layer.
-
-    Attributes:
-        path: Path of the module in the model.
-        names: Names of the linear in the checkpoint; several if transformers joins linears that share their input.
-        width: K, the number of input channels.
-    """
+    """A linear layer."""
 
     path: str
     names: tuple[str, ...]
@@ -49,15 +43,7 @@ class LinearSite:
 
 @dataclass
 class ExpertsSite:
-    """An experts module whose weights are stacked.
-
-    Attributes:
-        path: Path of the module in the model.
-        inner: For each expert the names of its gate and up projections, which share their input.
-        outer: For each expert the name of its down projection.
-        inner_width: K of the gate and up projections.
-        outer_width: K of the down projections.
-    """
+    """An experts module whose weights are stacked."""
 
     path: str
     inner: tuple[tuple[str, ...], ...] = ()
@@ -82,13 +68,7 @@ class Sites:
 
 
 def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Description | None = None) -> Sites:
-    """Return the modules to observe, and log a warning that names weights whose inputs cannot be observed.
-
-    Args:
-        model: The model of `checkpoint`, as `minifloat.model.runtime.load.load` returns it; meta tensors are enough.
-        checkpoint: The checkpoint, quantized or not; only headers are read.
-        description: The result of `describe` for it; by default it is described here.
-    """
+    """Return the modules to observe, and log a warning that names weights whose inputs cannot be observed."""
     description = description or describe(checkpoint)
     family = family_of(checkpoint.config)
     quantizable = (Role.LINEAR, Role.EXPERTS)

@@ -18,17 +18,6 @@ def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike, element: 
     The amax of each sequence is an element of known value; so are the outliers, which decide where to clip. The other
     elements are taken as spread evenly over their bin, and the error is integrated exactly over the bin. (One value per
     bin would be too coarse, because a bin is about as wide as a step of E4M3.)
-
-    Args:
-        module: With a histogram.
-        scales: Any shape; each multiplies to dequantize.
-        element: Format of the quantized elements.
-
-    Returns:
-        float64, of the shape of `scales`.
-
-    Raises:
-        UsageError: The module has no histogram.
     """
     histogram = module.require_histogram("the squared error")
     known = module.amax[module.amax > 0]

@@ -41,11 +41,7 @@ class ModuleStats:
     channel_amax: Floats | None = None
 
     def __post_init__(self) -> None:
-        """Check the arrays.
-
-        Raises:
-            ValueError: A dtype or shape is wrong, or a value is negative or not finite.
-        """
+        """Check the arrays."""
         _check("amax", self.amax, np.float32, 1)
         _check("tokens", self.tokens, np.int64, 1)
         if self.amax.shape != self.tokens.shape:
@@ -76,28 +72,14 @@ class ModuleStats:
         return int(self.tokens.sum())
 
     def require_histogram(self, purpose: str) -> Counts:
-        """Return the histogram.
-
-        Args:
-            purpose: What needs the histogram, for the message.
-
-        Raises:
-            UsageError: The module has no histogram.
-        """
+        """Return the histogram."""
         if self.histogram is None:
             raise UsageError(f"{purpose}: these statistics have no histograms; calibrate again with histograms")
         return self.histogram
 
     @classmethod
     def concatenate(cls, parts: Sequence[ModuleStats]) -> ModuleStats:
-        """Return the statistics of several runs as one: sequences appended, histograms added, channels' larger amax.
-
-        Args:
-            parts: At least one; of the same module, recorded with the same options.
-
-        Raises:
-            ValueError: Only some parts have a histogram or channels, or the numbers of channels differ.
-        """
+        """Return the statistics of several runs as one: sequences appended, histograms added, channels' larger amax."""
         histograms = _all_or_none("histogram", [part.histogram for part in parts])
         channels = _all_or_none("channel_amax", [part.channel_amax for part in parts])
         if channels and len({len(channel) for channel in channels}) > 1:
@@ -119,18 +101,13 @@ class KVStats:
 
     Attributes:
         k_amax: Largest magnitude of K in each sequence and KV head, float32 `[S, num_kv_heads]`.
-        v_amax: The same of V.
     """
 
     k_amax: Floats
     v_amax: Floats
 
     def __post_init__(self) -> None:
-        """Check the arrays.
-
-        Raises:
-            ValueError: A dtype or shape is wrong, or a value is negative or not finite.
-        """
+        """Check the arrays."""
         _check("k_amax", self.k_amax, np.float32, 2)
         _check("v_amax", self.v_amax, np.float32, 2)
         if self.k_amax.shape != self.v_amax.shape:
@@ -147,11 +124,7 @@ class KVStats:
 
     @classmethod
     def concatenate(cls, parts: Sequence[KVStats]) -> KVStats:
-        """Return the statistics of several runs as one, with the sequences of all parts in order.
-
-        Raises:
-            ValueError: The numbers of heads differ.
-        """
+        """Return the statistics of several runs as one, with the sequences of all parts in order."""
         return cls(np.concatenate([part.k_amax for part in parts]), np.concatenate([part.v_amax for part in parts]))
 
 
@@ -160,15 +133,6 @@ class ActivationStats:
     """Statistics of all linears and KV caches of a model on a calibration set.
 
     Every observed module has an entry, even if no token reached it, so that such modules are visible.
-
-    Attributes:
-        model: The model that ran.
-        sequences: Number of sequences, `S`.
-        tokens: Number of tokens in all sequences.
-        data: Record of the calibration set, JSON values; after a merge ``{"merged": [record, ...]}``.
-        inputs: Statistics by the linear's name in the checkpoint (``model.layers.0.mlp.down_proj``, one per expert);
-            linears that share an input have an entry each.
-        kv: Statistics by the name of the attention module (``model.layers.0.self_attn``).
     """
 
     model: ModelIdentity
@@ -179,11 +143,7 @@ class ActivationStats:
     kv: Mapping[str, KVStats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that the statistics of all modules have the same number of sequences.
-
-        Raises:
-            ValueError: The numbers of sequences differ, or a count is negative.
-        """
+        """Check that the statistics of all modules have the same number of sequences."""
         if self.sequences < 0 or self.tokens < 0:
             raise ValueError(f"{self.sequences} sequences of {self.tokens} tokens")
         lengths = {name: len(stats.amax) for name, stats in self.inputs.items()}
@@ -193,12 +153,7 @@ class ActivationStats:
                 raise ValueError(f"{name}: {length} sequences, expected {self.sequences}")
 
     def check_model(self, checkpoint: Checkpoint) -> None:
-        """Raise an error unless these are the statistics of the model in a checkpoint.
-
-        Raises:
-            StatsError: The statistics are of another model; the message names the differences.
-            StorageError: The system refused to read the checkpoint.
-        """
+        """Raise an error unless these are the statistics of the model in a checkpoint."""
         differences = self.model.differences(ModelIdentity.of(checkpoint))
         if differences:
             raise StatsError(
@@ -211,9 +166,6 @@ class ActivationStats:
         """Return the statistics of two runs as one: sequences appended, histograms added, channels' larger amax.
 
         Associative: ``a.merge(b).merge(c) == a.merge(b.merge(c))``.
-
-        Raises:
-            StatsError: The runs are of two models, or were recorded with different options.
         """
         problem = self._mismatch(other)
         if problem:
@@ -264,11 +216,7 @@ def _same(mine: npt.NDArray[Any] | None, theirs: npt.NDArray[Any] | None) -> boo
 
 
 def _all_or_none(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> list[npt.NDArray[Any]]:
-    """Return the arrays, or an empty list if all are None.
-
-    Raises:
-        ValueError: Some arrays are None and others are not.
-    """
+    """Return the arrays, or an empty list if all are None."""
     present = [array for array in arrays if array is not None]
     if present and len(present) != len(arrays):
         raise ValueError(f"only some have {name}; observe all runs with the same options")

@@ -74,11 +74,7 @@ class _Rows:
 
 
 def write_stats(stats: ActivationStats, path: str | os.PathLike[str]) -> None:
-    """Write the statistics to a file in one step: write a temporary file beside it, sync the file, and rename it.
-
-    Raises:
-        StorageError: The system refused to write.
-    """
+    """Write the statistics to a file in one step: write a temporary file beside it, sync the file, and rename it."""
     target = Path(path)
     content, arrays = _encode(stats)
     outputs = [OutputTensor(name, _TENSORS[name][0], array.shape) for name, array in arrays.items()]
@@ -91,13 +87,7 @@ def write_stats(stats: ActivationStats, path: str | os.PathLike[str]) -> None:
 
 
 def read_stats(path: str | os.PathLike[str]) -> ActivationStats:
-    """Return the statistics in a file.
-
-    Raises:
-        StatsError: The file does not exist, is damaged, or has another version.
-        CheckpointError: The file is not a safetensors file.
-        StorageError: The system refused to read.
-    """
+    """Return the statistics in a file."""
     source = Path(path)
     try:
         header, _ = read_header(source)

@@ -39,14 +39,9 @@ class InputSummary:
     """The input of one linear.
 
     Attributes:
-        module: Name of the linear in the checkpoint.
-        tokens: Number of tokens that reached it.
-        amax: Largest magnitude of its input.
         scale: The static scale by the rule; None if it has no scale, for the reason in `problem`.
         against_max: ``scale / (scale by the rule max) - 1``; None without a scale.
         lost: Saturation of held-out text with this scale; None without held-out text for this module.
-        convergence: How the scale moved.
-        problem: Why there is no scale, or why the scale comes from other modules; empty if there is no problem.
     """
 
     module: str
@@ -64,10 +59,7 @@ class CacheSummary:
     """K or V of one attention.
 
     Attributes:
-        tensor: Name of the attention in the checkpoint, with ``.k`` or ``.v``.
-        amax: Largest magnitude of each KV head.
         scale: The static scale by the rule; None if all values were zero.
-        convergence: How the scale moved.
     """
 
     tensor: str
@@ -78,14 +70,7 @@ class CacheSummary:
 
 @dataclass(frozen=True)
 class StatsSummary:
-    """The summary of a calibration.
-
-    Attributes:
-        inputs: The inputs of all linears, in the order in which a decoder runs them.
-        caches: K and V of each attention.
-        history_rule: The rule of caches and convergence: the given rule, or the default if that needs histograms.
-        warnings: Sentences to read before using the scales.
-    """
+    """The summary of a calibration."""
 
     inputs: tuple[InputSummary, ...]
     caches: tuple[CacheSummary, ...]
@@ -109,17 +94,7 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarize(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None = None) -> StatsSummary:
-    """Return the summary of activation statistics, module by module.
-
-    Args:
-        stats: Statistics of the calibration text.
-        rule: Computes the amax from the statistics.
-        held_out: Statistics of held-out text, with histograms; None: no text was held out.
-
-    Raises:
-        UsageError: The rule, or the held-out text, needs histograms, and the statistics have none.
-        StatsError: The held-out statistics are of another model.
-    """
+    """Return the summary of activation statistics, module by module."""
     if held_out is not None and (differences := stats.model.differences(held_out.model)):
         raise StatsError("held-out statistics", f"they are of another model, it differs in {', '.join(differences)}")
     cache_rule = history_rule(rule)

@@ -41,9 +41,6 @@ class TextSettings:
     """What decides the text that a model writes.
 
     Attributes:
-        model: Identity of the unquantized model.
-        seed: Of the first tokens and of the draws.
-        seq_len: Tokens of a sequence.
         tokenizer: SHA-256 of the tokenizer's definition; None: the model has no tokenizer.
         template: SHA-256 of the chat template; None: it has none.
     """
@@ -67,13 +64,7 @@ class WrittenText:
     """Text that a model wrote.
 
     Attributes:
-        settings: What decided the text.
         tokens: int32 ``[sequences, seq_len]``.
-        weights: The weights that wrote it: ``scheme`` ("none": not quantized), ``dtype`` of the activations,
-            ``runner`` of the engine.
-        chat: ``sequences`` (number of sequences among `tokens` that begin with the chat template's user turn) and, if
-            the template cannot serve, ``note`` with the reason.
-        version: Version of minifloat that wrote it.
     """
 
     settings: TextSettings
@@ -84,11 +75,7 @@ class WrittenText:
 
 
 def write_token_file(text: WrittenText, path: Path) -> None:
-    """Write the file in one step: write a temporary file beside it, sync the file, and rename it.
-
-    Raises:
-        StorageError: The system refused to write.
-    """
+    """Write the file in one step: write a temporary file beside it, sync the file, and rename it."""
     content = json.dumps(
         {
             "settings": asdict(text.settings),
@@ -107,13 +94,7 @@ def write_token_file(text: WrittenText, path: Path) -> None:
 
 
 def read_token_file(path: Path) -> WrittenText | None:
-    """Return the text in a file, or None if there is no such file.
-
-    Raises:
-        StatsError: The file is not one that `write_token_file` wrote, has another version, or is damaged.
-        CheckpointError: The file is not a safetensors file.
-        StorageError: The system refused to read.
-    """
+    """Return the text in a file, or None if there is no such file."""
     try:
         header, _ = read_header(path)
     except FileNotFoundError:

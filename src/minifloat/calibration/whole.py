@@ -58,11 +58,7 @@ def calibrate_whole(
 
 
 def check_data(data: CalibrationSet, vocab_size: int) -> None:
-    """Raise an error unless a model with that vocabulary can run the sequences.
-
-    Raises:
-        DataError: There is no sequence, an empty one, or a token id beyond the vocabulary.
-    """
+    """Raise an error unless a model with that vocabulary can run the sequences."""
     if not data.sequences:
         raise DataError("no calibration data: expected at least one sequence of tokens")
     for index, ids in enumerate(data.sequences):

@@ -141,21 +141,13 @@ _QUANTIZATION: dict[str, Check] = {
 
 
 def check_config(values: Mapping[str, Any], path: Path) -> None:
-    """Check config.json.
-
-    Raises:
-        ConfigError: A field that is read has a value that no model has, or the file is nested too deeply.
-    """
+    """Check config.json."""
     check_depth(values, path, ConfigError)
     check_fields(values, _CONFIG, path, ConfigError)
 
 
 def check_quantization(values: Mapping[str, Any], path: Path) -> None:
-    """Check a quantization_config, or hf_quant_config.json.
-
-    Raises:
-        ConfigError: A field that is read has a value of another type, or the file is nested too deeply.
-    """
+    """Check a quantization_config, or hf_quant_config.json."""
     check_depth(values, path, ConfigError)
     check_fields(values, _QUANTIZATION, path, ConfigError, "quantization_config")
 

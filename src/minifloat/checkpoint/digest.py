@@ -36,11 +36,7 @@ class Hasher(Protocol):
 
 
 def new_hasher(*, parallel: bool = False) -> Hasher:
-    """Return a new hasher.
-
-    Args:
-        parallel: Whether one large update may use all processors; BLAKE3 does, SHA-256 cannot.
-    """
+    """Return a new hasher."""
     if parallel and ALGORITHM == "blake3":
         return _new(max_threads=_new.AUTO)
     return _new()

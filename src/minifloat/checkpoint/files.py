@@ -60,14 +60,6 @@ def resolve_inside(root: Path, name: str) -> Path:
 
     The one exception is the layout of the hub cache, where `models--*/snapshots/REVISION/FILE` points to
     `models--*/blobs/HASH` of the same model.
-
-    Args:
-        root: A resolved folder.
-        name: A relative name with `/` between its parts.
-
-    Raises:
-        UnsafeFileError: If the name or a link leads out of the folder.
-        StorageError: If a link cannot be followed.
     """
     parts = PurePosixPath(name).parts
     if not parts or not all(map(is_safe_name, parts)):
@@ -90,13 +82,7 @@ def _is_hub_snapshot(root: Path) -> bool:
 
 
 def open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Return a read-only descriptor of a regular file, and its status.
-
-    Raises:
-        UnsafeFileError: If `path` is a folder, FIFO, socket or device.
-        StorageError: If the operating system refuses.
-        FileNotFoundError: If there is no such file; callers handle this case.
-    """
+    """Return a read-only descriptor of a regular file, and its status."""
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer that never comes.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -115,11 +101,7 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` with the bytes of the file from `offset` on. Thread-safe.
-
-    Raises:
-        StorageError: If the operating system refuses, or the file ends early.
-    """
+    """Fill `view` with the bytes of the file from `offset` on. Thread-safe."""
     with storage_errors(path, "read"):
         while view:
             # A single call moves at most 2 GiB.
@@ -132,18 +114,7 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) -> bytes:
-    """Return the content of a small file of a checkpoint.
-
-    Args:
-        root: The resolved folder.
-        name: Relative name of the file.
-        limit: Maximum number of bytes.
-        error: Error class to raise if the file is larger.
-
-    Raises:
-        CheckpointError: If it is not a regular file, its link leads out of the folder, or it is too large.
-        FileNotFoundError: If there is no such file.
-    """
+    """Return the content of a small file of a checkpoint."""
     path = resolve_inside(root, name)
     descriptor, status = open_regular(path)
     try:
@@ -160,14 +131,6 @@ def refuse_irregular(root: Path, names: Iterable[str]) -> None:
     """Raise an error unless files of a checkpoint are regular files inside its folder; those that are missing are not.
 
     For libraries that open them without looking: a FIFO would have them wait forever.
-
-    Args:
-        root: The resolved folder.
-        names: Relative names of the files.
-
-    Raises:
-        UnsafeFileError: If a file is a folder, FIFO, socket or device, or its link leads out of the folder.
-        StorageError: If the operating system refuses.
     """
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -182,15 +145,7 @@ def parse_object(
     *,
     surrogates: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON object in `data`.
-
-    Args:
-        data: UTF-8 text.
-        path: The file of the text, for messages.
-        error: Error class to raise if the text is not a JSON object.
-        loads: JSON parser.
-        surrogates: Whether a text may have half a surrogate pair, as names of files that are not UTF-8 do.
-    """
+    """Return the JSON object in `data`."""
     try:
         loaded = loads(data.decode("utf-8"))
         if not surrogates and b"\\u" in data:
@@ -220,11 +175,7 @@ def list_folder(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Replace a file atomically: the block writes a temporary file, which is synced and renamed to `path` at the end.
-
-    Raises:
-        StorageError: If the operating system refuses.
-    """
+    """Replace a file atomically: the block writes a temporary file, which is synced and renamed to `path` at the end."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path, "write"):
         try:
@@ -251,11 +202,7 @@ def sync_folder(path: Path) -> None:
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the resolved path of an existing folder.
-
-    Raises:
-        NotACheckpointError: If there is no such folder.
-    """
+    """Return the resolved path of an existing folder."""
     folder = Path(path)
     try:
         root = folder.resolve(strict=True)

@@ -39,7 +39,6 @@ class ShardHeader:
 
     Attributes:
         tensors: All tensors in the order of their bytes.
-        metadata: The free-form strings of the header.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -47,14 +46,7 @@ class ShardHeader:
 
 
 def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
-    """Return the checked header of a file, and the status of the file.
-
-    Raises:
-        HeaderError: If the header is not valid for this file.
-        UnsafeFileError: If `path` is not a regular file.
-        StorageError: If the operating system refuses a read.
-        FileNotFoundError: If there is no such file.
-    """
+    """Return the checked header of a file, and the status of the file."""
     descriptor, status = open_regular(path)
     try:
         return header_of(descriptor, status.st_size, path), status
@@ -63,12 +55,7 @@ def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
 
 
 def header_of(descriptor: int, file_bytes: int, path: Path) -> ShardHeader:
-    """Return the checked header of an open file.
-
-    Raises:
-        HeaderError: If the header is not valid for this file.
-        StorageError: If the operating system refuses a read.
-    """
+    """Return the checked header of an open file."""
 
     def read(start: int, count: int) -> bytes:
         data = bytearray(count)
@@ -79,16 +66,7 @@ def header_of(descriptor: int, file_bytes: int, path: Path) -> ShardHeader:
 
 
 def check_header(read: Callable[[int, int], bytes], *, path: Path, file_bytes: int) -> ShardHeader:
-    """Return the checked header of a local or remote file.
-
-    Args:
-        read: ``read(start, count)`` returns bytes of the file; the range is always inside the file.
-        path: The file, for messages.
-        file_bytes: Size of the whole file.
-
-    Raises:
-        HeaderError: If the header is not valid for a file of this size.
-    """
+    """Return the checked header of a local or remote file."""
     length = _header_length(read(0, min(LENGTH_BYTES, file_bytes)), path, file_bytes)
     return parse_header(read(LENGTH_BYTES, length), path=path, file_bytes=file_bytes)
 
@@ -112,17 +90,7 @@ def _header_length(prefix: bytes, path: Path, file_bytes: int) -> int:
 
 
 def parse_header(text: bytes, *, path: Path, file_bytes: int) -> ShardHeader:
-    """Parse a header and check its tensors against each other and against the file's size.
-
-    Args:
-        text: The JSON text.
-        path: The file, for messages; its name becomes `TensorInfo.shard`.
-        file_bytes: Size of the whole file.
-
-    Raises:
-        HeaderError: If the text is not JSON of the expected form or declares a tensor twice, or if the byte ranges of
-            the tensors overlap, leave holes, or do not end at the end of the file.
-    """
+    """Parse a header and check its tensors against each other and against the file's size."""
     declared = _load(text, path)
     metadata = declared.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -142,13 +110,6 @@ def encode_header(
     The result depends on the arguments only. Tensors are sorted by element size, the widest first, and keep the given
     order among equal sizes. That aligns every tensor to its element size, because each size is a multiple of the sizes
     after it and the data starts at a multiple of 8.
-
-    Args:
-        tensors: Tensors with unique names.
-        metadata: Free-form strings; the header has no metadata entry if there are none.
-
-    Returns:
-        The length field and the padded JSON, and for each name its absolute offset and its number of bytes.
     """
     entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     spans: dict[str, tuple[int, int]] = {}
@@ -170,12 +131,7 @@ def encode_header(
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON like `json.loads`, but refuse repeated keys, NaN and Infinity.
-
-    Raises:
-        ValueError: If the text is not JSON, repeats a key, or holds NaN or Infinity.
-        RecursionError: If the text is nested too deeply.
-    """
+    """Parse JSON like `json.loads`, but refuse repeated keys, NaN and Infinity."""
     return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 

@@ -18,12 +18,7 @@ from minifloat.errors import NotACheckpointError, ShardIndexError, UnsafeFileErr
 
 
 def read_index(root: Path) -> dict[str, str] | None:
-    """Return the map from tensor name to shard file, or None if the folder has no index.
-
-    Raises:
-        ShardIndexError: If the index is not JSON of the expected form, or names a tensor twice.
-        UnsafeFileError: If the name of a shard is not the bare name of a safetensors file.
-    """
+    """Return the map from tensor name to shard file, or None if the folder has no index."""
     path = root / INDEX_FILE
     try:
         data = read_small(root, INDEX_FILE, MAX_HEADER_BYTES, ShardIndexError)
@@ -42,18 +37,7 @@ def read_index(root: Path) -> dict[str, str] | None:
 
 
 def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str] | None) -> list[str]:
-    """Return the file names of the shards of a model, sorted.
-
-    Args:
-        root: The model folder, for messages.
-        names: Names of all files in the folder.
-        weight_map: Shard by tensor, from `read_index`; None without an index.
-
-    Raises:
-        ShardIndexError: If shards are missing, or it is ambiguous which files are the model.
-        UnsafeFileError: If there are only pickle files.
-        NotACheckpointError: If there are no weights.
-    """
+    """Return the file names of the shards of a model, sorted."""
     present = sorted(name for name in names if name.endswith(SHARD_SUFFIX))
     if weight_map is not None:
         claimed = sorted(set(weight_map.values()))
@@ -92,16 +76,7 @@ def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str
 
 
 def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[TensorInfo]], path: Path) -> None:
-    """Raise unless the index and the headers of the shards agree.
-
-    Args:
-        weight_map: Shard by tensor, from the index.
-        shards: Tensors by shard, from the headers.
-        path: The index, for messages.
-
-    Raises:
-        ShardIndexError: If only one of them names a tensor, or they name different shards for it.
-    """
+    """Raise unless the index and the headers of the shards agree."""
     for shard, infos in shards.items():
         for info in infos:
             claimed = weight_map.get(info.name)
@@ -115,11 +90,7 @@ def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[Ten
 
 
 def encode_index(shards: Mapping[str, Sequence[OutputTensor]]) -> bytes:
-    """Encode the index; the bytes depend on the arguments only.
-
-    Args:
-        shards: Tensors by shard file.
-    """
+    """Encode the index; the bytes depend on the arguments only."""
     total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
     weight_map = {tensor.name: shard for shard, tensors in shards.items() for tensor in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

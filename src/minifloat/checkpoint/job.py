@@ -32,12 +32,7 @@ Entry = dict[str, Any]
 
 
 def record_check(entry: Check, **beside: Check) -> Check:
-    """Return the check of the record of a shard, for `CheckpointWriter`.
-
-    Args:
-        entry: Check of a row of the report.
-        beside: Checks of the values that `RewriteJob.record_beside` returns.
-    """
+    """Return the check of the record of a shard, for `CheckpointWriter`."""
     return exact_fields({**beside, "tensors": list_of(entry)})
 
 
@@ -46,9 +41,7 @@ class OpenShard(Generic[Item]):
     """A shard whose work has been submitted to the pool.
 
     Attributes:
-        name: File name of the shard.
         writer: The open output file; None if the shard has no outputs.
-        pending: The items of the shard, each with the futures of its work.
     """
 
     name: str

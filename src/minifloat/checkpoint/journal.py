@@ -30,13 +30,7 @@ _READERS = 4
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What was written to a shard.
-
-    Attributes:
-        size: Bytes of the file.
-        pieces: Sizes of its consecutive pieces, of which each has a digest; the header is the first one.
-        digest: Digest of the digests of the pieces.
-    """
+    """What was written to a shard."""
 
     size: int
     pieces: tuple[int, ...]
@@ -44,16 +38,7 @@ class WrittenShard:
 
 
 class Journal:
-    """An append-only file of JSON objects. Thread-safe.
-
-    Attributes:
-        entries: The objects that were in the file when it was opened. A line that is damaged or cut short, and
-            everything after it, is removed from the file.
-
-    Raises:
-        DestinationError: If the file is not one of this user, or larger than any journal.
-        StorageError: If the operating system refuses.
-    """
+    """An append-only file of JSON objects. Thread-safe."""
 
     def __init__(self, folder: OwnFolder, name: str) -> None:
         self._path = folder.path / name
@@ -73,11 +58,7 @@ class Journal:
                 raise
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Append an object and sync it to the disk.
-
-        Raises:
-            StorageError: If the operating system refuses; the journal is then unchanged.
-        """
+        """Append an object and sync it to the disk."""
         line = sealed_line(json.dumps(entry, separators=(",", ":")).encode())
         with self._lock, storage_errors(self._path, "write the journal"):
             try:
@@ -91,11 +72,7 @@ class Journal:
             self._size += len(line)
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Close the file."""
         with storage_errors(self._path, "close the journal"):
             os.close(self._descriptor)
 
@@ -143,16 +120,7 @@ def discarded_entry(name: str) -> dict[str, Any]:
 def finished_shards(
     entries: Sequence[Mapping[str, Any]], output: OwnFolder, check_record: Check
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the records of the journaled shards that hold what was written, and why each other one does not.
-
-    Args:
-        entries: Objects of the journal.
-        output: The folder of the shards, of which every byte is read.
-        check_record: Check of a record; a shard whose record fails it counts as damaged.
-
-    Returns:
-        The record by name of a finished shard; the reason by name of a shard that has to be written again.
-    """
+    """Return the records of the journaled shards that hold what was written, and why each other one does not."""
     shards: dict[str, tuple[WrittenShard, dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
     check_entry = schema.exact_fields(

@@ -14,15 +14,7 @@ from minifloat.errors import DestinationError
 
 
 class FolderLock:
-    """An exclusive lock on a folder: an flock on a file in it, which the system releases when the process ends.
-
-    Attributes:
-        folder: The folder, open while the lock is held. One that was missing is created for this user only.
-
-    Raises:
-        DestinationError: If another process holds the lock, or folder or file are not those of this user.
-        StorageError: If the folder cannot be created, or its file system has no locks.
-    """
+    """An exclusive lock on a folder: an flock on a file in it, which the system releases when the process ends."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path, self._name = folder / name, name

@@ -25,30 +25,14 @@ _OTHER_KIND = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
 
 
 class OwnFolder:
-    """An open folder of this user. All names are bare names of entries in it.
-
-    Attributes:
-        path: Its path, for messages and for readers.
-        descriptor: Its descriptor, for the ``dir_fd`` of calls of the operating system.
-    """
+    """An open folder of this user. All names are bare names of entries in it."""
 
     def __init__(self, path: Path, descriptor: int, owner: int) -> None:
         self.path, self.descriptor, self._owner = path, descriptor, owner
 
     @classmethod
     def open(cls, path: Path, *, created: bool = False) -> OwnFolder:
-        """Open an existing folder.
-
-        Args:
-            path: The folder; its parents may be links, it may not.
-            created: This process has just created it, so that its owner is this user, whatever number a network file
-                system shows.
-
-        Raises:
-            DestinationError: If it is no folder, or belongs to another user.
-            StorageError: If the operating system refuses.
-            FileNotFoundError: If there is no such folder.
-        """
+        """Open an existing folder."""
         descriptor = _open_folder(path, path)
         status = os.fstat(descriptor)
         if not created and status.st_uid != os.geteuid():
@@ -77,17 +61,7 @@ class OwnFolder:
             return True
 
     def open_file(self, name: str, flags: int) -> int:
-        """Return a descriptor of a regular file of this user that has no other name.
-
-        Args:
-            name: Name of the file.
-            flags: Flags of `os.open`; the file is created with ``O_CREAT``.
-
-        Raises:
-            DestinationError: If the entry is a link, folder, FIFO, socket or device, is of another user, or is a hard
-                link to a file that has other names too.
-            OSError: If the operating system refuses.
-        """
+        """Return a descriptor of a regular file of this user that has no other name."""
         try:
             descriptor = os.open(
                 name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=self.descriptor
@@ -111,13 +85,7 @@ class OwnFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[int]:
-        """Yield a descriptor for reading a file, which is closed afterwards.
-
-        Raises:
-            DestinationError: If `open_file` refuses it.
-            StorageError: If the operating system refuses.
-            FileNotFoundError: If there is no such file.
-        """
+        """Yield a descriptor for reading a file, which is closed afterwards."""
         try:
             descriptor = self.open_file(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -131,13 +99,7 @@ class OwnFolder:
             os.close(descriptor)
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            DestinationError: If `open_file` refuses it, or it has more than `limit` bytes.
-            StorageError: If the operating system refuses.
-            FileNotFoundError: If there is no such file.
-        """
+        """Return the content of a file."""
         with self.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -147,12 +109,7 @@ class OwnFolder:
         return bytes(data)
 
     def write(self, name: str, data: bytes) -> None:
-        """Create a file, or empty one of this user, write it and sync it.
-
-        Raises:
-            DestinationError: If `open_file` refuses it.
-            StorageError: If the operating system refuses.
-        """
+        """Create a file, or empty one of this user, write it and sync it."""
         with (
             storage_errors(self.path / name, "write"),
             os.fdopen(self.open_file(name, os.O_WRONLY | os.O_CREAT), "wb") as file,
@@ -163,12 +120,7 @@ class OwnFolder:
             os.fsync(file.fileno())
 
     def folder(self, name: str) -> OwnFolder:
-        """Open a folder in this folder; create it if it is missing.
-
-        Raises:
-            DestinationError: If the entry is a link or no folder, or belongs to another user than this folder.
-            StorageError: If the operating system refuses.
-        """
+        """Open a folder in this folder; create it if it is missing."""
         path = self.path / name
         with storage_errors(path, "create the folder"):
             try:
@@ -185,11 +137,7 @@ class OwnFolder:
         return OwnFolder(path, descriptor, status.st_uid)
 
     def remove(self, name: str) -> None:
-        """Delete an entry, if there is one: a folder with all that is in it, of a link only the link itself.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Delete an entry, if there is one: a folder with all that is in it, of a link only the link itself."""
         with storage_errors(self.path / name, "delete"):
             try:
                 status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -201,19 +149,11 @@ class OwnFolder:
                 return
 
     def move(self, name: str, target: OwnFolder, new_name: str) -> None:
-        """Rename an entry into another folder, or within this one; a file of the new name is replaced.
-
-        Raises:
-            OSError: If the operating system refuses.
-        """
+        """Rename an entry into another folder, or within this one; a file of the new name is replaced."""
         os.rename(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def sync(self) -> None:
-        """Sync the names in the folder, so that they survive a power cut.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Sync the names in the folder, so that they survive a power cut."""
         with storage_errors(self.path, "sync the folder"):
             os.fsync(self.descriptor)
 

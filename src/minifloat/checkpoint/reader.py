@@ -268,15 +268,7 @@ def _read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """Return the content of config.json, whose fields are checked.
-
-    Args:
-        root: An existing folder, links resolved.
-
-    Raises:
-        ConfigError: If it is not JSON, or a field that is read has a value that no model has.
-        NotACheckpointError: If there is no such file.
-    """
+    """Return the content of config.json, whose fields are checked."""
     try:
         data = read_small(root, CONFIG_FILE, _CONFIG_LIMIT, ConfigError)
     except FileNotFoundError:

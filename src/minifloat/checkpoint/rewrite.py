@@ -32,22 +32,13 @@ def rounding_of(checkpoint: Checkpoint) -> str | None:
 
 
 def refuse_inside(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source or lies inside it.
-
-    Raises:
-        UsageError: If `destination` is `source` or lies inside it.
-    """
+    """Refuse a destination that is the source or lies inside it."""
     if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
         raise UsageError(f"{destination} is the source or lies inside it; name a folder outside {source}")
 
 
 def fingerprint(checkpoint: Checkpoint, *facts: Any) -> str:
-    """Return a digest of everything that determines the output except the weights, which are hashed per shard.
-
-    Args:
-        checkpoint: The source; its config, headers and sidecars enter the digest.
-        facts: The options of the command, as JSON values.
-    """
+    """Return a digest of everything that determines the output except the weights, which are hashed per shard."""
     tensors = [
         (info.name, info.dtype, info.shape, info.shard, info.offset, info.nbytes)
         for info in checkpoint.tensors.values()
@@ -76,15 +67,7 @@ def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolEx
 def restart_if_source_changed(
     writer: CheckpointWriter, digests: Mapping[str, Sequence[tuple[str, Future[str]]]]
 ) -> None:
-    """Discard all finished shards if the source of one of them has changed.
-
-    Args:
-        writer: A writer whose shard records hold the ``name`` and ``source_digest`` of every entry of ``tensors``.
-        digests: Names of the entries and current digests of the source tensors, by finished shard.
-
-    Raises:
-        StorageError: If the operating system refuses.
-    """
+    """Discard all finished shards if the source of one of them has changed."""
     for shard, current in digests.items():
         recorded = [(entry["name"], entry["source_digest"]) for entry in writer.finished[shard]["tensors"]]
         if [(name, digest.result()) for name, digest in current] != recorded:
@@ -104,21 +87,13 @@ def restart_notes(writer: CheckpointWriter) -> tuple[str, ...]:
 
 
 def write_sidecars(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
-    """Copy the tokenizer and the other sidecars.
-
-    Raises:
-        StorageError: If the operating system refuses.
-    """
+    """Copy the tokenizer and the other sidecars."""
     for name in checkpoint.sidecars():
         writer.write_file(name, checkpoint.read_file(name))
 
 
 def write_index(writer: CheckpointWriter, shards: Mapping[str, Sequence[OutputTensor]]) -> None:
-    """Write the index that maps tensors to shards.
-
-    Raises:
-        StorageError: If the operating system refuses.
-    """
+    """Write the index that maps tensors to shards."""
     writer.write_file(INDEX_FILE, encode_index(shards))
 
 

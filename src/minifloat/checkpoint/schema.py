@@ -36,15 +36,7 @@ class Unfit(ValueError):
 def check_fields(
     values: Mapping[str, Any], schema: Mapping[str, Check], path: Path, error: type[CheckpointError], where: str = ""
 ) -> None:
-    """Check the fields of an object.
-
-    Args:
-        values: The object.
-        schema: Check of each field that is read.
-        path: The file, for the message.
-        error: Error class to raise.
-        where: Place of the object in the file, for the message.
-    """
+    """Check the fields of an object."""
     try:
         fields(schema)(values, where)
     except Unfit as unfit:
@@ -142,14 +134,7 @@ def any_object(value: Any, where: str) -> None:
 
 
 def list_of(check_item: Check, length: int | None = None, *, nullable: bool = False, of: str = "") -> Check:
-    """Return the check of a list.
-
-    Args:
-        check_item: Check of each item.
-        length: Number of items; None: any.
-        nullable: Whether an item may be null.
-        of: What the items are, for the message.
-    """
+    """Return the check of a list."""
     expected = " ".join(("a list", *(["of"] if length or of else []), *([str(length)] if length else []), of)).strip()
 
     def check(value: Any, where: str) -> None:

@@ -35,11 +35,7 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 
 class ShardWriter:
-    """The writer of one shard, created by `CheckpointWriter.shard`. Thread-safe.
-
-    Attributes:
-        path: The file, in the work folder.
-    """
+    """The writer of one shard, created by `CheckpointWriter.shard`. Thread-safe."""
 
     def __init__(
         self,
@@ -49,18 +45,7 @@ class ShardWriter:
         metadata: Mapping[str, str],
         journal: Callable[[WrittenShard, dict[str, Any]], None],
     ) -> None:
-        """Create the file at its full size.
-
-        Args:
-            folder: Folder of the new file.
-            name: Name of the new file.
-            tensors: Tensors that the file will hold.
-            metadata: Free-form strings for its header.
-            journal: Called with what was written and the caller's record when every byte is on the disk.
-
-        Raises:
-            StorageError: If the operating system refuses; a full disk is reported now rather than after the work.
-        """
+        """Create the file at its full size."""
         self.path, self._folder = folder.path / name, folder
         self._header, self._spans = encode_header(tensors, metadata)
         self._size = len(self._header) + sum(size for _, size in self._spans.values())
@@ -77,16 +62,7 @@ class ShardWriter:
                 raise
 
     def write(self, tensor: str, data: Buffer, start: int = 0) -> None:
-        """Write some bytes of a tensor.
-
-        Args:
-            tensor: Name of the tensor.
-            data: Contiguous buffer; all of its bytes are written.
-            start: First byte, counted from the start of the tensor.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Write some bytes of a tensor."""
         view = byte_view(data)
         offset, size = self._spans[tensor]
         if start < 0 or start + len(view) > size:
@@ -107,14 +83,7 @@ class ShardWriter:
             _start_write_back(descriptor)
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Finish the file: check that every byte was written once, sync the file, then append to the journal.
-
-        Args:
-            record: JSON values; `CheckpointWriter.finished` holds them after a resume.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Finish the file: check that every byte was written once, sync the file, then append to the journal."""
         written = self._check_written()
         self._write_at(memoryview(self._header), 0)
         with storage_errors(self.path, "sync"):
@@ -139,11 +108,7 @@ class ShardWriter:
         return WrittenShard(self._size, tuple(pieces), name_digest(hasher))
 
     def close(self) -> None:
-        """Close the file without finishing it.
-
-        Raises:
-            StorageError: If the operating system refuses, as a network file system does that cannot store the bytes.
-        """
+        """Close the file without finishing it."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -151,11 +116,7 @@ class ShardWriter:
                 os.close(descriptor)
 
     def abandon(self) -> None:
-        """Close and delete the unfinished file, which frees its space on a full disk.
-
-        Raises:
-            StorageError: If the operating system refuses to delete it.
-        """
+        """Close and delete the unfinished file, which frees its space on a full disk."""
         with contextlib.suppress(StorageError):
             self.close()
         self._folder.remove(self.path.name)

@@ -41,11 +41,6 @@ class TensorInfo:
     """A stored tensor and its place in a file.
 
     Attributes:
-        name: Name in the checkpoint.
-        dtype: Safetensors name of the dtype, a key of `DTYPES`.
-        shape: Extents in elements; `()` for a scalar.
-        shard: Name of the file that holds the tensor.
-        offset: First byte, counted from the start of that file.
         nbytes: Number of bytes.
     """
 
@@ -59,13 +54,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor that will be written.
-
-    Attributes:
-        name: Name in the checkpoint.
-        dtype: Safetensors name of the dtype, a key of `DTYPES`.
-        shape: Extents in elements.
-    """
+    """A tensor that will be written."""
 
     name: str
     dtype: str
@@ -78,13 +67,7 @@ class OutputTensor:
 
 
 def dtype_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return the number of bytes of a tensor.
-
-    Raises:
-        UnknownNameError: If there is no such dtype.
-        ValueError: If the elements do not fill whole bytes (an odd number of 4-bit elements).
-        OverflowError: If the tensor has 2**63 bits or more.
-    """
+    """Return the number of bytes of a tensor."""
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
     bits = DTYPES[dtype]

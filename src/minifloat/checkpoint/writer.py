@@ -63,12 +63,7 @@ class CheckpointWriter:
     """Writes a checkpoint as one transaction. A context manager; an exit without `commit` keeps the work folder.
 
     Attributes:
-        destination: The folder that `commit` creates.
-        work: The work folder beside the destination.
-        finished: Records passed to `ShardWriter.commit` by name of the finished shard, of this run and of the earlier
-            run that it resumes.
         restarted_because: Why the work of an earlier run was discarded; None if there was none or it is resumed.
-        damaged: Why a finished shard of the earlier run has to be written again, by name of the shard.
     """
 
     def __init__(
@@ -80,19 +75,7 @@ class CheckpointWriter:
         overwrite: bool = False,
         check_record: Check = any_object,
     ) -> None:
-        """Lock the work folder, and resume an interrupted run with the same fingerprint.
-
-        Args:
-            destination: A folder that does not exist, in a folder that exists.
-            fingerprint: A digest of everything that determines the result.
-            total_bytes: Size of the result; the disk must have that much free space.
-            overwrite: Whether `commit` may replace an existing checkpoint.
-            check_record: Check of a shard's record; a shard of an earlier run whose record fails it is written again.
-
-        Raises:
-            DestinationError: If the destination exists, its parent does not, or another process is writing it.
-            StorageError: If the disk has too little space, or the operating system refuses.
-        """
+        """Lock the work folder, and resume an interrupted run with the same fingerprint."""
         self.destination = Path(destination).absolute()
         if self.destination.name in ("", "..") or not self.destination.parent.is_dir():
             raise DestinationError(f"{destination}: the folder to create it in does not exist; create that one first")
@@ -151,16 +134,7 @@ class CheckpointWriter:
         lock.release(remove=not unfinished)
 
     def shard(self, file_name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> ShardWriter:
-        """Start a shard.
-
-        Args:
-            file_name: A bare `*.safetensors` name that is not in `finished`.
-            tensors: Tensors that the shard will hold. The file orders them by element size, then as given.
-            metadata: Free-form strings for its header.
-
-        Raises:
-            StorageError: If the operating system refuses, or the disk is full.
-        """
+        """Start a shard."""
         if not is_safe_name(file_name) or not file_name.endswith(SHARD_SUFFIX) or file_name in self.finished:
             raise AssertionError(f"{file_name!r} is not the name of a shard that is still to be written")
 
@@ -179,35 +153,19 @@ class CheckpointWriter:
         return shard
 
     def discard(self, file_name: str) -> None:
-        """Delete a finished shard whose source changed; it can be written again.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Delete a finished shard whose source changed; it can be written again."""
         del self.finished[file_name]
         self._require_journal().append(discarded_entry(file_name))
         self._require_output().remove(file_name)
 
     def start_over(self, because: str) -> None:
-        """Delete all finished shards, because the source changed or cannot be used.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Delete all finished shards, because the source changed or cannot be used."""
         for file_name in list(self.finished):
             self.discard(file_name)
         self.restarted_because = because
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a small file and sync it to the disk.
-
-        Args:
-            name: Relative name with `/` between its parts.
-            data: Content of the file.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Write a small file and sync it to the disk."""
         parts = PurePosixPath(name).parts
         if not parts or not all(map(is_safe_name, parts)) or name.endswith(SHARD_SUFFIX):
             raise AssertionError(f"{name!r} is not the relative name of a small file")
@@ -220,15 +178,7 @@ class CheckpointWriter:
             folder.sync()
 
     def commit(self) -> Path:
-        """Move the complete output to the destination.
-
-        Returns:
-            The destination.
-
-        Raises:
-            DestinationError: If something has appeared at the destination since the work began.
-            StorageError: If the operating system refuses; the work folder is kept.
-        """
+        """Move the complete output to the destination."""
         if self._open_shards:
             raise AssertionError(f"unfinished shards: {', '.join(self._open_shards)}")
         self._join_pending()
@@ -269,11 +219,7 @@ class CheckpointWriter:
 
     @staticmethod
     def check_destination(destination: str | os.PathLike[str], *, overwrite: bool) -> None:
-        """Refuse a destination that a writer would refuse; call it before work that takes long.
-
-        Raises:
-            DestinationError: If the destination exists with files in it and not `overwrite`, or has no parent.
-        """
+        """Refuse a destination that a writer would refuse; call it before work that takes long."""
         path = Path(destination).absolute()
         if path.name in ("", "..") or not path.parent.is_dir():
             raise DestinationError(f"{destination}: the folder to create it in does not exist; create that one first")

@@ -149,11 +149,7 @@ def bench(params: BenchParams) -> None:
 
 
 def _require_usable(params: BenchParams) -> None:
-    """Refuse contradictory options before a model is loaded.
-
-    Raises:
-        UsageError: If OUT and ``--shape`` contradict each other or ``--update-card`` has no card to write to.
-    """
+    """Refuse contradictory options before a model is loaded."""
     out = params.out
     if (params.shape is None) == (out is None) or (out is None) != (params.baseline is None):
         raise UsageError("give OUT and --baseline MODEL, or --shape NAME and neither of them")

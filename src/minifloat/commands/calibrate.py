@@ -23,14 +23,7 @@ from minifloat.commands.options import (
 
 @dataclass(frozen=True)
 class CalibrateParams:
-    """The parameters of `calibrate`, named as its options.
-
-    Attributes:
-        model: Checkpoint to run.
-        stats: File to write the activation statistics to.
-        sources: Calibration set (``--data``).
-        max_memory: Bytes.
-    """
+    """The parameters of `calibrate`, named as its options."""
 
     model: str
     stats: Path

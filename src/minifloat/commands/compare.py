@@ -55,15 +55,7 @@ _NOT_FOR_SERVERS = (
 
 @dataclass(frozen=True)
 class CompareParams:
-    """The parameters of `compare`, named as its options.
-
-    Attributes:
-        max_ppl_increase: Largest relative increase of perplexity, as a fraction.
-        min_same_top1: Smallest share of tokens with the same first choice, as a fraction.
-        margin: Share of an allowed loss by which an interval may end beyond its bound.
-        tasks: Names of tasks of lm-evaluation-harness with commas between.
-        report: HTML file to write.
-    """
+    """The parameters of `compare`, named as its options."""
 
     baseline: str
     candidates: tuple[str, ...]
@@ -107,11 +99,7 @@ class CompareParams:
 
 
 def parse_fraction(text: str) -> float:
-    """Return a number, or a percentage as a fraction: ``1%`` is 0.01.
-
-    Raises:
-        ValueError: If `text` is neither.
-    """
+    """Return a number, or a percentage as a fraction: ``1%`` is 0.01."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     return float(number) / 100 if percent else float(number)
 
@@ -262,11 +250,7 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
 
 
 def _measure_served(params: CompareParams, progress: Progress | None) -> Comparison:
-    """Judge a server.
-
-    Raises:
-        UsageError: If an option is given that is about models that are loaded here.
-    """
+    """Judge a server."""
     from minifloat.evaluate.compare.served import compare_served
 
     context = click.get_current_context()

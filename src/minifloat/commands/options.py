@@ -59,14 +59,7 @@ SIZE = Size()
 
 
 def pass_params(params_class: Callable[..., _Params]) -> Callable[[Callable[[_Params], None]], Callable[..., None]]:
-    """Pass a command's parameters as one dataclass, whose fields have the names of the parameters.
-
-    Args:
-        params_class: The dataclass.
-
-    Returns:
-        A decorator to stand next to the command function, below click's decorators.
-    """
+    """Pass a command's parameters as one dataclass, whose fields have the names of the parameters."""
 
     def decorate(command: Callable[[_Params], None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -96,11 +89,7 @@ def env_option(name: str, *names: str, **settings: Any) -> Callable[[_Command], 
 
 
 def revision_option(of: str = "MODEL") -> Callable[[_Command], _Command]:
-    """Return the option ``--revision``.
-
-    Args:
-        of: The argument whose revision it is.
-    """
+    """Return the option ``--revision``."""
     return click.option(
         "--revision", metavar="REV", help=f"Branch, tag or commit of {of} on the hub; {of}@REV is the same."
     )
@@ -123,11 +112,7 @@ def json_option() -> Callable[[_Command], _Command]:
 
 
 def verbose_option(rows: str = "tensor") -> Callable[[_Command], _Command]:
-    """Return the flag ``--verbose``.
-
-    Args:
-        rows: The items that the rows of the table show.
-    """
+    """Return the flag ``--verbose``."""
     return click.option(
         "--verbose", "-v", is_flag=True, help=f"Print every {rows} instead of a summary over all layers."
     )
@@ -139,21 +124,12 @@ def device_option(help: str = "Where to compute: cpu, cuda or cuda:N.") -> Calla
 
 
 def threads_option(default: str = "torch's") -> Callable[[_Command], _Command]:
-    """Return the option ``--threads``.
-
-    Args:
-        default: The default number, in words.
-    """
+    """Return the option ``--threads``."""
     return click.option("--threads", type=COUNT, help=f"Threads to compute with.  [default: {default}]")
 
 
 def lm_head_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
-    """Return the option ``--lm-head``.
-
-    Args:
-        of: The model whose output layer it is.
-        option: Makes the option: `click.option` or `env_option`.
-    """
+    """Return the option ``--lm-head``."""
     decorator: Callable[[_Command], _Command] = option(
         "--lm-head",
         type=click.Choice(["auto", "bf16", "fp8"]),
@@ -165,12 +141,7 @@ def lm_head_option(of: str = "MODEL", option: Callable[..., Any] = click.option)
 
 
 def activations_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
-    """Return the option ``--activations`` of commands that load a model without the engine.
-
-    Args:
-        of: The model whose inputs of linears it is about.
-        option: Makes the option: `click.option` or `env_option`.
-    """
+    """Return the option ``--activations`` of commands that load a model without the engine."""
     help_text = f"int8: round the inputs of {of}'s linears where that is faster: less exact prompts and batches."
     return _activations(["bf16", "int8"], help_text, option)
 
@@ -248,10 +219,6 @@ class WritingParams:
 
     Attributes:
         workers: Threads; None: one per core, at most 8.
-        overwrite: Whether to replace the destination if it exists.
-        verbose: Whether to print a row per tensor.
-        quiet: Whether to print nothing but errors.
-        as_json: Whether to print the report as JSON.
     """
 
     workers: int | None

@@ -22,12 +22,7 @@ _GIGA, _TERA = 10**9, 10**12
 
 @dataclass(frozen=True)
 class PlanParams:
-    """The parameters of `plan`, named as its options.
-
-    Attributes:
-        bandwidth: Memory bandwidth in GB/s.
-        peak: Dense BF16 peak in TFLOP/s.
-    """
+    """The parameters of `plan`, named as its options."""
 
     model: str
     revision: str | None

@@ -36,14 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizeParams(WritingParams):
-    """The parameters of `quantize`, named as its options.
-
-    Attributes:
-        model: Checkpoint to quantize.
-        out: Destination folder.
-        sources: Text to calibrate with now (``--calibration``).
-        data: Text to choose codes with.
-    """
+    """The parameters of `quantize`, named as its options."""
 
     model: str
     out: Path
@@ -190,11 +183,7 @@ def quantize(params: QuantizeParams) -> None:
 
 
 def _preview(params: QuantizeParams) -> None:
-    """Print what would be written; exit with status 2 if the disk has no room for it.
-
-    Raises:
-        UsageError: There is a budget, whose formats depend on text.
-    """
+    """Print what would be written; exit with status 2 if the disk has no room for it."""
     from minifloat.calibration.result import Calibration
     from minifloat.commands.display.quantize import print_preview
     from minifloat.model.plan.overrides import KEEP

@@ -41,13 +41,7 @@ def report(out: Path) -> None:
 
 
 def add_to_report(folder: str | Path, result: GainsReport | Comparison, *, err: bool) -> None:
-    """Add a result to the report beside a checkpoint, if it has one, and say so.
-
-    Args:
-        folder: The checkpoint. Nothing happens for a model of the hub, and for a folder without report.html.
-        result: The result of `compare` or `bench`.
-        err: Write to standard error, because standard output is for JSON.
-    """
+    """Add a result to the report beside a checkpoint, if it has one, and say so."""
     from minifloat.evaluate.checkpoint_report import has_report
 
     if has_report(folder):
@@ -60,12 +54,6 @@ def draw_report(
     """Draw the report beside a checkpoint, and say so.
 
     A folder that cannot be written to, or a damaged report.json, is no reason to fail: the results were printed.
-
-    Args:
-        folder: The checkpoint.
-        result: The result of `compare` or `bench` to add; None: only draw.
-        err: Write to standard error, because standard output is for JSON.
-        quiet: Say nothing but errors.
     """
     from minifloat.evaluate.checkpoint_report import write_report
 

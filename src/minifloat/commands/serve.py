@@ -64,12 +64,7 @@ _vllm_options = stack(
 
 @dataclass(frozen=True)
 class ServeParams(_VllmParams, SpeculationParams):
-    """The parameters of `serve`, under the names of its options.
-
-    Attributes:
-        kv_cache_memory: Bytes.
-        max_body_size: Bytes.
-    """
+    """The parameters of `serve`, under the names of its options."""
 
     model: str
     vllm_arguments: tuple[str, ...]
@@ -218,9 +213,6 @@ def _refuse_vllm_options(params: ServeParams) -> None:
     """Refuse options that minifloat's own engine does not have.
 
     Environment variables of vLLM's options are ignored, since they may be set for other runs.
-
-    Raises:
-        UsageError: If the command line has such an option.
     """
     ctx = click.get_current_context()
     names = [field.name for field in fields(_VllmParams)]
@@ -279,11 +271,7 @@ def _serve_here(params: ServeParams) -> None:
 
 
 def _require_extra() -> None:
-    """Check that the packages of the extra `serve` are installed, before a model is loaded.
-
-    Raises:
-        UsageError: If one is missing.
-    """
+    """Check that the packages of the extra `serve` are installed, before a model is loaded."""
     import importlib.util
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]

@@ -34,14 +34,7 @@ from minifloat.model.runtime.weights import FusedParameter, ModelParameters
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that the decoders run, without weights.
-
-    Attributes:
-        architecture: Class of the model in transformers.
-        config: A `DecoderConfig`, or transformers' config.
-        dtype: Dtype of the activations and of the weights that are not quantized.
-        plan: What the decoder computes.
-    """
+    """A model that the decoders run, without weights."""
 
     architecture: str
     config: Any
@@ -88,28 +81,14 @@ class Blueprint:
 
 
 def why_not_supported(config: Any, dtype: torch.dtype) -> str:
-    """Return why a decoder does not support a model; an empty text if it does, as far as the types tell.
-
-    Args:
-        config: A `DecoderConfig`, or transformers' config.
-        dtype: Dtype of the activations.
-    """
+    """Return why a decoder does not support a model; an empty text if it does, as far as the types tell."""
     if dtype not in DTYPES:
         return f"it is {dtype}"
     return why_not_type(text_of(config).config.model_type)
 
 
 def blueprint_of(config: Any, dtype: torch.dtype) -> Blueprint:
-    """Return the structure of a model.
-
-    Args:
-        config: A `DecoderConfig`, or transformers' config.
-        dtype: Dtype of the activations and of the weights that are not quantized.
-
-    Raises:
-        NotNative: If no decoder computes exactly what transformers does.
-        ConfigError: If values are missing from the config, or make no model.
-    """
+    """Return the structure of a model."""
     text = text_of(config)
     values: Any = text.config
     try:

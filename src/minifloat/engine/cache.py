@@ -29,16 +29,7 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockPool:
-    """Blocks ``0 .. count - 1`` with their users.
-
-    Args:
-        count: Number of blocks.
-        share: Whether sequences with equal beginnings share blocks.
-
-    Attributes:
-        count: Number of blocks.
-        shares: Whether sequences with equal beginnings share blocks.
-    """
+    """Blocks ``0 .. count - 1`` with their users."""
 
     def __init__(self, count: int, *, share: bool = True) -> None:
         self.count = count
@@ -61,11 +52,7 @@ class BlockPool:
         return 1.0 - self.free / self.count if self.count else 0.0
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks, whose contents are forgotten.
-
-        Raises:
-            ValueError: If fewer blocks are `free`.
-        """
+        """Take blocks, whose contents are forgotten."""
         if count > self.free:
             raise ValueError(f"{count} blocks wanted, {self.free} free")
         taken = []
@@ -77,11 +64,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back; their contents stay until the memory is needed.
-
-        Args:
-            blocks: Blocks of a sequence, in order; the last is reused first, since no prefix matches without its start.
-        """
+        """Give blocks back; their contents stay until the memory is needed."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -94,13 +77,7 @@ class BlockPool:
         return hashlib.sha256(self._salt + salt.encode()).digest()
 
     def digests(self, root: bytes, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-        """Return the digests of all full blocks of a sequence.
-
-        Args:
-            root: Result of `root` for the sequence.
-            tokens: All tokens of the sequence.
-            known: Digests of its first blocks, which are not computed again.
-        """
+        """Return the digests of all full blocks of a sequence."""
         digests = list(known)
         before = digests[-1] if digests else root
         for start in range(len(digests) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -113,11 +90,7 @@ class BlockPool:
         return next((count for count, digest in enumerate(digests) if digest not in self._known), len(digests))
 
     def share(self, digests: Sequence[bytes]) -> list[int]:
-        """Add a user to the blocks that hold the longest known prefix, and return them.
-
-        Args:
-            digests: Result of `digests` for a sequence.
-        """
+        """Add a user to the blocks that hold the longest known prefix, and return them."""
         blocks: list[int] = []
         for digest in digests:
             block = self._known.get(digest)

@@ -28,15 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Step:
-    """A step that the model computes, or has computed.
-
-    Attributes:
-        items: The work that did not fail.
-        sequences: The sequences whose next token the step chooses.
-        choices: For each of them its next tokens, one and those drafts before it that it agrees with, or the error of
-            the choice; or what waits for one token each.
-        failures: Errors of the model by request id.
-    """
+    """A step that the model computes, or has computed."""
 
     items: list[WorkItem]
     sequences: list[Sequence]
@@ -56,13 +48,7 @@ class Step:
 
 
 def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Step:
-    """Compute the work of a step, and note the log-probabilities of prompts where they are asked for.
-
-    Args:
-        runner: Computes the logits.
-        items: The work.
-        texts: Adds texts to log-probabilities.
-    """
+    """Compute the work of a step, and note the log-probabilities of prompts where they are asked for."""
     logits, failures = _run(runner, items)
     items = _without(items, failures)
     logits, unscored = _score_prompts(items, logits, texts)
@@ -83,13 +69,7 @@ def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Ste
 def launch_next(
     runner: DeviceRunner, before: Step, schedule: Callable[[list[WorkItem]], list[WorkItem] | None]
 ) -> Step | None:
-    """Compute the step after one whose tokens the device has not chosen yet, if the device needs no host for it.
-
-    Args:
-        runner: Computes the logits.
-        before: The step before.
-        schedule: `Scheduler.next_step`, or a function like it.
-    """
+    """Compute the step after one whose tokens the device has not chosen yet, if the device needs no host for it."""
     choices = before.choices
     if not isinstance(choices, PendingChoices) or choices.tokens is None:
         return None
@@ -138,11 +118,7 @@ def _run(runner: Runner, items: Sequences[WorkItem]) -> tuple[Tensor, dict[str, 
 def _score_prompts(
     items: Sequences[WorkItem], logits: Tensor, texts: TokenTexts
 ) -> tuple[Tensor, dict[str, Exception]]:
-    """Note the log-probabilities of the tokens of prompts, where they are asked for.
-
-    Returns:
-        The logits that tokens are chosen by, and by request id the errors of prompts that cannot be scored.
-    """
+    """Note the log-probabilities of the tokens of prompts, where they are asked for."""
     if not any(item.scored for item in items):
         return logits, {}
     kept: list[Tensor] = []

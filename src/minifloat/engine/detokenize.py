@@ -16,11 +16,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenDecoder:
-    """Decodes tokens with one tokenizer, for any number of texts. The text of a single token is decoded once.
-
-    Args:
-        tokenizer: The tokenizer of the model; its special tokens have no text.
-    """
+    """Decodes tokens with one tokenizer, for any number of texts. The text of a single token is decoded once."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,10 +62,6 @@ class Detokenizer:
     The text of a token is the text with the token minus the text without it, both decoded from a few tokens back,
     because the first token of a text may be decoded differently (a leading space). Text that ends inside a character is
     held back.
-
-    Args:
-        tokenizer: The tokenizer of the model; or a decoder, so that several texts use one.
-        prompt: Token ids before the first token.
     """
 
     def __init__(self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int]) -> None:

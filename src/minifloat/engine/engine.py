@@ -467,13 +467,7 @@ class Engine:
             self.speculator.drafter.release(sequence)
 
     def _deliver(self, sequence: Sequence, choice: TokenChoice | Exception, now: float) -> Delivery:
-        """Add a token to a sequence, end the sequence where that token is its last, and return the delivery.
-
-        Args:
-            sequence: The sequence.
-            choice: The token, or why there is none.
-            now: Time at which the step chose its tokens, in seconds of `time.monotonic`.
-        """
+        """Add a token to a sequence, end the sequence where that token is its last, and return the delivery."""
         name, params = sequence.request_id, sequence.request.params
         if isinstance(choice, Exception):
             expected = isinstance(choice, (NonFiniteLogits, UsageError))

@@ -16,16 +16,7 @@ class StepStats:
     """The numbers of one step.
 
     Attributes:
-        running: Sequences that have blocks in the KV cache, after the step.
-        waiting: Sequences that have no blocks, because they are new or were preempted.
-        kv_usage: Share of the cache's blocks in use, 0 .. 1.
-        prompt_tokens: Tokens of prompts that were computed (again, after a preemption).
-        generation_tokens: Tokens that were chosen.
         seconds: Duration of the step.
-        preemptions: Sequences that lost their blocks.
-        weight_bytes_read: Bytes of the weights that one token is multiplied with, which a step reads at least once.
-        prefix_queries: Tokens of prompts that were looked up in the cache.
-        prefix_hits: Tokens of prompts that were found in the cache.
         speculation: Counts of drafts in this step; None if the engine does not speculate.
     """
 
@@ -78,16 +69,7 @@ class Reporter:
         nbytes: int,
         speculation: SpeculationStats | None = None,
     ) -> None:
-        """Report a step.
-
-        Args:
-            scheduler: The engine's scheduler, after the step.
-            items: The work that was computed.
-            generated: Number of tokens that were chosen.
-            seconds: Duration of the step.
-            nbytes: Bytes of the weights that one token is multiplied with.
-            speculation: Counts of drafts in the step.
-        """
+        """Report a step."""
         totals = (scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
         preemptions, queries, hits = (now - before for now, before in zip(totals, self._reported_totals, strict=True))
         self._reported_totals = totals

@@ -61,9 +61,6 @@ class OpenedModel:
     """A model that is ready to run.
 
     Attributes:
-        runner: What runs it.
-        info: Its numbers.
-        config: A `DecoderConfig`, or transformers' config.
         generation_config: Sampling parameters and end tokens, or transformers' generation config; or None.
     """
 
@@ -89,19 +86,7 @@ class _Loaded:
 def open_model(
     path: str | os.PathLike[str], options: EngineOptions, checkpoint: Checkpoint | None = None
 ) -> OpenedModel:
-    """Load a checkpoint for serving.
-
-    Args:
-        path: The folder.
-        options: How the model is opened.
-        checkpoint: The checkpoint of the folder, which stays open; None: it is opened here.
-
-    Raises:
-        CheckpointError: If the folder cannot be loaded.
-        UsageError: If the options do not go together with the model, or the KV cache does not hold one sequence.
-        KernelUnavailable: If `device` is not here, `impl` names kernels that cannot run here, or `deterministic` has no
-            kernels.
-    """
+    """Load a checkpoint for serving."""
     started = time.perf_counter()
     device = device_named(options.device)
     if options.deterministic:
@@ -186,17 +171,7 @@ def _load_decoder(
 
 
 def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> Decoder:
-    """Read a checkpoint into the decoder of the CPU, as a draft model for another.
-
-    Args:
-        checkpoint: The open checkpoint.
-        options: The options of the engine.
-        dtype: Dtype of the activations, a name in `DTYPES`.
-
-    Raises:
-        CheckpointError: If the checkpoint cannot be loaded.
-        UsageError: If the decoder does not support the model.
-    """
+    """Read a checkpoint into the decoder of the CPU, as a draft model for another."""
     tensors = StoredTensors(checkpoint, describe(checkpoint))
     try:
         config, cpu = _config(checkpoint), torch.device("cpu")
@@ -209,11 +184,7 @@ def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> 
 def _structure(
     config: Any, tensors: StoredTensors, dtype: torch.dtype, device: torch.device, length: int | None
 ) -> tuple[Blueprint, WeightSource]:
-    """Return the structure of a model and its weights; `config` gets the dtype. `length`: as `_for_length`.
-
-    Raises:
-        NotNative: If no decoder supports the model.
-    """
+    """Return the structure of a model and its weights; `config` gets the dtype. `length`: as `_for_length`."""
     reason = why_not_supported(config, dtype)
     if reason:
         raise NotNative(reason)
@@ -227,10 +198,6 @@ def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
 
     Where no length is asked for, the model's positions are limited to those at which short texts have the factors that
     transformers gives them.
-
-    Args:
-        blueprint: The structure of a model; its config is changed.
-        length: Tokens of the longest sequence that is asked for, or None.
     """
     limit = blueprint.plan.longest_short_text
     if limit is None or (length is not None and length <= limit):
@@ -252,11 +219,7 @@ def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
 
 
 def _config(checkpoint: Checkpoint) -> Any:
-    """Return the config of the model; transformers reads what `read_config` leaves to it.
-
-    Raises:
-        ConfigError: If transformers refuses the config.
-    """
+    """Return the config of the model; transformers reads what `read_config` leaves to it."""
     config = read_config(checkpoint.config, checkpoint.path)
     if not isinstance(config, str):
         return config
@@ -267,11 +230,7 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 
 def _generation(checkpoint: Checkpoint) -> Any:
-    """Return the generation config, None without a file; transformers reads what `read_generation` leaves to it.
-
-    Raises:
-        ConfigError: If transformers refuses the file.
-    """
+    """Return the generation config, None without a file; transformers reads what `read_generation` leaves to it."""
     generation = read_generation(checkpoint)
     if not isinstance(generation, str):
         return generation
@@ -284,11 +243,7 @@ def _generation(checkpoint: Checkpoint) -> Any:
 def _load_native(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
 ) -> tuple[Runner, CacheSize, str]:
-    """Load the decoder of the CPU.
-
-    Raises:
-        NotNative: If it does not support the model.
-    """
+    """Load the decoder of the CPU."""
     element, scales = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     with _packed_cache(tensors.checkpoint, options) as cache:
@@ -311,11 +266,7 @@ def _load_native(
 
 
 def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:
-    """Return the cache of packed weights that the options ask for.
-
-    Raises:
-        UsageError: If others can write to it.
-    """
+    """Return the cache of packed weights that the options ask for."""
     if options.packed_cache is None:
         return nullcontext()
     return PackedCache(options.packed_cache, checkpoint, dtype=options.dtype, lm_head=options.lm_head)
@@ -324,13 +275,7 @@ def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractCon
 def _load_device(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
 ) -> tuple[Runner, CacheSize, str]:
-    """Load the decoder of GPUs, which also runs on a CPU.
-
-    Raises:
-        NotNative: If it does not support the model.
-        UsageError: If inputs are to be rounded to int8, or to FP8 and no weights are quantized.
-        KernelUnavailable: If inputs are to be rounded to FP8 and no product takes them.
-    """
+    """Load the decoder of GPUs, which also runs on a CPU."""
     if options.activations == "int8":
         raise UsageError("activations int8: the device decoder has no such kernels; the native decoder has")
     reason = why_not_on_device(blueprint.plan)
@@ -369,19 +314,7 @@ def _load_transformers(
     reason: str,
     nbytes: int,
 ) -> _Loaded:
-    """Load transformers' model, which supports every architecture and none of the decoders' options.
-
-    Args:
-        checkpoint: The open checkpoint.
-        description: The result of `describe` for it.
-        options: The options of the engine.
-        device: Where the model runs.
-        reason: Why no decoder supports the model.
-        nbytes: Bytes of the weights as they are stored.
-
-    Raises:
-        UsageError: If an option needs one of the decoders.
-    """
+    """Load transformers' model, which supports every architecture and none of the decoders' options."""
     if options.runner not in ("auto", "transformers"):
         raise UsageError(f"the {options.runner} decoder does not cover this model: {reason}")
     # transformers' modelling code takes seconds to import, and the decoders do without it
@@ -421,19 +354,7 @@ def _kv_cache(
     read_scales: Callable[..., Mapping[str, _Scales] | None],
     granularities: Collection[Granularity],
 ) -> tuple[str, Mapping[str, _Scales]]:
-    """Return the element of the KV cache, and its scales by names of the plan's modules where the element is E4M3.
-
-    Args:
-        tensors: The tensors of the checkpoint.
-        options: The options of the engine.
-        blueprint: The structure of the model.
-        read_scales: Reads the scales of a checkpoint, given the checkpoint and its description.
-        granularities: Granularities of scales that the runner supports.
-
-    Raises:
-        UsageError: If an E4M3 cache is asked for, and the checkpoint has no scales for some layer. Latents need none:
-            they are normed, so that their numbers are in its range.
-    """
+    """Return the element of the KV cache, and its scales by names of the plan's modules where the element is E4M3."""
     element = KV_DTYPES[options.kv_cache_dtype]
     declared = tensors.description.kv
     is_declared = declared is not None and declared.element is E4M3 and declared.granularity in granularities

@@ -53,25 +53,10 @@ class EngineOptions:
     Attributes:
         dtype: Dtype of the activations, a name in `DTYPES`; None: that of the checkpoint.
         kv_cache_memory: Bytes of the KV cache; None: chosen from the memory that is available.
-        kv_cache_dtype: A name in `KV_DTYPES`.
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
-        max_num_seqs: Sequences that run at a time.
-        prefix_cache: Whether equal beginnings of prompts are shared.
-        lm_head: A name in `minifloat.model.runtime.lm_head.LM_HEADS`.
-        activations: A name in `minifloat.model.runtime.activations.ENGINE_ACTIVATIONS`.
         packed_cache: Folder of packed weights, which the native decoder maps or writes; None: it packs.
-        runner: "auto", "native", "device" or "transformers".
-        impl: Implementation of the kernels, as in `minifloat.model.runtime.load.load`.
-        device: "cpu", "cuda" or "cuda:N".
         speculate: "self" drafts tokens by a copy of the model in MXFP4, "prompt" by what followed the same tokens
             before, "draft" by the checkpoint `draft`; None: no drafts.
-        draft: Folder of a draft model; sets `speculate`.
-        draft_tokens: Drafts per sequence and step at most.
-        deterministic: Whether answers must not depend on the other requests, to the last bit.
-
-    Raises:
-        UnknownNameError: If a name is none of those.
-        UsageError: If a number is less than 1, or `deterministic` excludes another option.
     """
 
     dtype: str | None = None

@@ -1,7 +1,7 @@
 """The frequencies of rotary embeddings, in the bits of transformers' functions, which take seconds to import.
 
-`minifloat.model.architecture.decoder.parts` lists the types. Only those are here whose frequencies do not change while a text
-grows.
+`minifloat.model.architecture.decoder.parts` lists the types. Only those are here whose frequencies do not change while
+a text grows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from minifloat.model.architecture.decoder.plan import RotaryPlan
 
 
 def rotary_frequencies(plan: RotaryPlan) -> tuple[Tensor, float]:
-    """Return the radians per position, float32 ``[turned dimensions / 2]``, and the factor of cosines and sines.
-
-    Args:
-        plan: The rotary embedding.
-
-    Raises:
-        KeyError: If a parameter is missing, or the type is another.
-    """
+    """Return the radians per position, float32 ``[turned dimensions / 2]``, and the factor of cosines and sines."""
     rope = dict(plan.parameters)
     rope_type = rope["rope_type"]
     dim = int(plan.head_dim * rope.get("partial_rotary_factor", 1.0))

@@ -31,15 +31,7 @@ SCORED_TOKENS = 256
 
 
 class WorkItem(NamedTuple):
-    """Tokens ``start .. end - 1`` of a sequence, to be computed in one step.
-
-    Attributes:
-        sequence: The sequence.
-        start: First token; those before it are in the cache already.
-        end: One past the last token.
-        scored: Number of tokens whose logits score the next token of the prompt; the token that samples is not counted.
-        drafts: Tokens that were proposed to follow those of the sequence; the last tokens of this work.
-    """
+    """Tokens ``start .. end - 1`` of a sequence, to be computed in one step."""
 
     sequence: Sequence
     start: int
@@ -70,24 +62,7 @@ class WorkItem(NamedTuple):
 
 
 class Scheduler:
-    """Holds the sequences that are not finished, and plans the steps.
-
-    Args:
-        pool: The blocks of the KV cache.
-        max_sequences: Sequences that run at a time.
-        max_tokens: Tokens of one step.
-        max_prompt_tokens_beside: Tokens of prompts in a step in which running sequences wait for their next token.
-        max_scored_tokens: Tokens of one step whose log-probabilities are computed.
-        snapshots: Copies of states, for a model whose layers keep states of sequences; only such prefixes are shared.
-        preempted: Called with a sequence that loses its blocks.
-
-    Attributes:
-        waiting: Sequences without blocks, the next to run first.
-        running: Sequences with blocks, the oldest first.
-        preemptions: Number of preemptions so far.
-        prefix_queries: Number of prompt tokens that were looked up in the cache so far.
-        prefix_hits: Number of prompt tokens that were found in the cache so far.
-    """
+    """Holds the sequences that are not finished, and plans the steps."""
 
     def __init__(
         self,
@@ -142,13 +117,6 @@ class Scheduler:
         """Return the work of the step after one that is being computed, before its tokens are known.
 
         Sequences that end with their next token get no work. Nothing is preempted, and no prompt begins.
-
-        Args:
-            items: The work of the step that is being computed.
-
-        Returns:
-            One token of each sequence, or None: no sequence goes on for certain, a prompt could begin or continue, or
-            there are too few blocks.
         """
         if self.waiting and len(self.running) < self.max_sequences:
             return None
@@ -169,15 +137,7 @@ class Scheduler:
         return work
 
     def room(self, sequence: Sequence, tokens: int) -> int:
-        """Give a running sequence blocks for tokens after its own, as far as blocks are free.
-
-        Args:
-            sequence: The sequence.
-            tokens: Number of tokens that it should have room for.
-
-        Returns:
-            The number of tokens that it has room for, at most `tokens`.
-        """
+        """Give a running sequence blocks for tokens after its own, as far as blocks are free."""
         length = len(sequence.tokens)
         missing = blocks_for(length + tokens) - len(sequence.blocks)
         if missing > 0:

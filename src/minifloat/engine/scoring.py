@@ -19,19 +19,7 @@ _ROWS = 32
 
 
 def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenChoice]:
-    """Return the log-probability of each token at its position.
-
-    Args:
-        logits: float32 ``[n, vocab]``, on any device: the logits before each token.
-        tokens: The `n` tokens.
-        alternatives: Number of most probable tokens to report at each position.
-
-    Returns:
-        Each token with its log-probability, computed in float64, and those of the most probable tokens, best first.
-
-    Raises:
-        NonFiniteLogits: If the largest logit of a row is NaN or Inf.
-    """
+    """Return the log-probability of each token at its position."""
     count = min(max(alternatives, 1), logits.shape[1])
     choices: list[TokenChoice] = []
     for start in range(0, len(tokens), _ROWS):

@@ -15,14 +15,7 @@ from minifloat.engine.text import TextStream
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue.
-
-    Attributes:
-        request_id: Unique among the requests that are not finished.
-        prompt: Token ids, at least one.
-        params: How tokens are chosen and when to stop.
-        cache_salt: Only requests with the same salt share blocks of the KV cache.
-    """
+    """A prompt to continue."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -54,16 +47,8 @@ class Delivery:
     """The new tokens and text of one request after one step.
 
     Attributes:
-        request_id: Id of the request.
-        tokens: New token ids.
-        text: New text, complete characters only; text that may begin a stop string is held back.
-        logprobs: Log-probabilities of the new tokens, if the request asks for them.
         finish_reason: "stop", "length", "cancelled" or "error" in the last delivery, else None.
         stop_reason: The stop string or stop token id of the request that ended the text, or None.
-        error: Message of the error, if the reason is "error".
-        caused_by_request: Whether the request is at fault, for example with a grammar at its limits.
-        usage: Token counts, in the last delivery.
-        timings: Times, in the last delivery.
         prompt_logprobs: Log-probabilities of the prompt's tokens in the first delivery, if the request asks for them;
             None for the first token.
     """
@@ -127,11 +112,7 @@ class GeneratedText:
 
     @classmethod
     def of(cls, request: Request, delivery: Delivery) -> GeneratedText:
-        """Return the result of a request, given the sum of all its deliveries.
-
-        Raises:
-            RuntimeError: If the request ended with an error.
-        """
+        """Return the result of a request, given the sum of all its deliveries."""
         if delivery.finish_reason == "error":
             raise RuntimeError(f"prompt {delivery.request_id}: {delivery.error}")
         assert delivery.finish_reason is not None
@@ -162,26 +143,8 @@ class State(Enum):
 class Sequence:
     """A request in the engine, with the tokens made so far.
 
-    Args:
-        request: The request.
-        text: Turns the output's tokens into text.
-        sampling: The state that the choice of tokens depends on.
-        root: Digest before the first block (`BlockPool.root`).
-        max_length: Tokens of prompt and output with which the sequence ends.
-
     Attributes:
-        request_id: Id of the request.
-        prompt_length: Number of tokens of the prompt.
-        max_length: Tokens of prompt and output with which the sequence ends.
-        tokens: Tokens of prompt and output.
-        computed: Number of tokens, from the first, whose keys and values are in the cache.
-        blocks: Blocks of the cache that hold those keys and values, in order.
-        digests: Digests of the first full blocks, as far as they have been computed.
-        prompt_logprobs: Log-probabilities of the prompt's tokens that are asked for, as far as they have been computed.
         cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
-        state: Whether the sequence waits, runs or is finished.
-        preempted: Number of times that the sequence lost its blocks.
-        snapshots: Numbers of tokens behind which the state of the sequence is to be kept for others.
         slot: A number of the sequence among those that run, where runners keep states of sequences; None: it waits.
     """
 

@@ -30,15 +30,7 @@ _GPU_SHARE = 0.85
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The size of a KV cache.
-
-    Attributes:
-        bytes_per_block: Bytes of one block in all layers.
-        blocks: Number of blocks.
-        max_model_len: Tokens of the longest sequence.
-        slots: Sequences that run at a time.
-        copies: Copies of states of sequences, beside those that run.
-    """
+    """The size of a KV cache."""
 
     bytes_per_block: int
     blocks: int
@@ -48,11 +40,7 @@ class CacheSize:
 
 
 def sequence_length(options: EngineOptions, config: Any) -> int:
-    """Return the tokens of the longest sequence that the model allows.
-
-    Raises:
-        UsageError: If the model has fewer positions than `max_model_len`.
-    """
+    """Return the tokens of the longest sequence that the model allows."""
     positions = position_limit(config) or sys.maxsize
     length = options.max_model_len or positions
     if length > positions:
@@ -67,17 +55,6 @@ def cache_size(
 
     States of sequences get at most half of the memory, or what 1 GiB of blocks leaves if that is more; where it is less
     than `max_num_seqs` states, fewer sequences run at a time.
-
-    Args:
-        options: The options of the engine.
-        config: transformers' config of the model.
-        bytes_per_block: Bytes of one block of the cache in all layers.
-        device: Device of the cache.
-        state_bytes: Bytes of what some layers keep of each sequence beside the cache.
-
-    Raises:
-        UsageError: If the model has fewer positions than `max_model_len`, the cache does not hold one sequence, or the
-            memory that was asked for is not free.
     """
     length = sequence_length(options, config)
     one_sequence = blocks_for(length) * bytes_per_block
@@ -118,11 +95,7 @@ def cache_size(
 
 
 def _require_free(budget: int, device: torch.device) -> None:
-    """Refuse a cache for which there is no memory.
-
-    Raises:
-        UsageError: If less than `budget` bytes are free on the device.
-    """
+    """Refuse a cache for which there is no memory."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if budget > free:

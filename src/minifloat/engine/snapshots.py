@@ -19,12 +19,7 @@ _LEAST_TOKENS = 64
 
 
 class StateSnapshots:
-    """The copies, in slots of the states' own memory.
-
-    Args:
-        states: The memory.
-        slots: The slots that hold copies; no sequence runs in them.
-    """
+    """The copies, in slots of the states' own memory."""
 
     def __init__(self, states: SequenceStates, slots: Sequence[int]) -> None:
         self._states = states
@@ -32,11 +27,7 @@ class StateSnapshots:
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
 
     def longest(self, digests: Sequence[bytes]) -> int:
-        """Return how many of the first blocks of a sequence end with a copy.
-
-        Args:
-            digests: Digests of blocks whose keys and values are in the cache.
-        """
+        """Return how many of the first blocks of a sequence end with a copy."""
         return next((count for count in range(len(digests), 0, -1) if digests[count - 1] in self._kept), 0)
 
     def restore(self, digest: bytes, slot: int) -> None:
@@ -53,12 +44,6 @@ class StateSnapshots:
 
     @staticmethod
     def ends(start: int, length: int, known: int) -> tuple[int, ...]:
-        """Return the numbers of tokens behind which the state of a new sequence should be kept, in order.
-
-        Args:
-            start: Number of tokens whose state is known.
-            length: Number of tokens of the sequence; the last is computed by itself.
-            known: Number of its first blocks that another sequence has computed.
-        """
+        """Return the numbers of tokens behind which the state of a new sequence should be kept, in order."""
         ends = sorted({known * BLOCK_TOKENS, (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS})
         return tuple(end for end in ends if end - start >= _LEAST_TOKENS)

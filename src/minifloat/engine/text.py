@@ -12,23 +12,14 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Finds the first stop string in a text that comes in pieces, and holds back text that may begin one.
-
-    Args:
-        stops: Stop strings, none of them empty.
-    """
+    """Finds the first stop string in a text that comes in pieces, and holds back text that may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """Add a piece of text.
-
-        Returns:
-            The text that is certain, and the stop string that ended the text, or None. If several stop strings begin
-            at the same character, the first of `stops` counts.
-        """
+        """Add a piece of text."""
         if not self.stops:
             return piece, None
         text = self._held + piece
@@ -55,14 +46,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """The text of one sequence.
-
-    Args:
-        tokenizer: The tokenizer of the model; or a decoder, so that several texts use one.
-        prompt: Token ids before the first one of the output.
-        stops: Stop strings.
-        include_stop: Whether the stop string is part of the text.
-    """
+    """The text of one sequence."""
 
     def __init__(
         self,

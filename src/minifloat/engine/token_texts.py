@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """Adds text and bytes to tokens; each token is decoded once, because the tokenizer is slow for a prompt's many.
-
-    Args:
-        tokenizer: The tokenizer of the model.
-    """
+    """Adds text and bytes to tokens; each token is decoded once, because the tokenizer is slow for a prompt's many."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -42,13 +42,7 @@ class _SequenceCache:
 
 
 class TransformersRunner:
-    """Runs a transformers model; a `minifloat.engine.runner.Runner`.
-
-    Args:
-        model: A model in eval mode.
-        blocks: Number of blocks that the scheduler hands out.
-        weight_bytes: Bytes of the model's weights.
-    """
+    """Runs a transformers model; a `minifloat.engine.runner.Runner`."""
 
     name = "transformers"
 

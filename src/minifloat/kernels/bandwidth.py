@@ -28,8 +28,6 @@ class ReadBandwidth:
 
     Attributes:
         bytes: Size of the buffer.
-        threads: Threads that read it together.
-        samples: Bytes per second of each pass.
     """
 
     bytes: int
@@ -48,17 +46,7 @@ class ReadBandwidth:
 
 
 def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
-    """Measure the read bandwidth of memory: read a buffer several times, after one pass that warms up.
-
-    Args:
-        size: Bytes of the buffer, at least 1 GB to measure memory rather than caches. Rounded down to 64-bit words.
-        threads: Threads that share the buffer.
-        rounds: Number of counted passes.
-
-    Raises:
-        KernelUnavailable: If there is no native library.
-        UsageError: If `size` is below one word, or a count is below 1.
-    """
+    """Measure the read bandwidth of memory: read a buffer several times, after one pass that warms up."""
     if size < _WORD.itemsize or threads < 1 or rounds < 1:
         raise UsageError(f"cannot read {size} bytes with {threads} threads in {rounds} rounds")
     library = native.load()
@@ -78,13 +66,7 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
 
 
 def gpu_read_bandwidth(device: Any, size: int, rounds: int = 9) -> ReadBandwidth:
-    """Measure the read bandwidth of a GPU's memory: torch adds up a buffer several times.
-
-    Args:
-        device: torch's CUDA device.
-        size: Bytes of the buffer, far more than its caches hold.
-        rounds: Number of counted passes.
-    """
+    """Measure the read bandwidth of a GPU's memory: torch adds up a buffer several times."""
     import torch
 
     event: Any = torch.cuda.Event

@@ -37,22 +37,7 @@ def linear(
     rows: Sequence[int],
     int8_inputs: bool = False,
 ) -> Tensor:
-    """Compute ``x @ W.T + bias`` for several packed weights, results side by side.
-
-    Args:
-        x: ``[..., K]``, bfloat16, float16 or float32.
-        weights: ``PackedWeight.data`` of each, all of one form.
-        biases: ``[N_i]`` or None for each, or empty.
-        rows: N of each.
-        int8_inputs: Whether the kernels may round `x` to int8.
-
-    Returns:
-        ``[..., sum of rows]``, the dtype of `x`.
-
-    Raises:
-        ShapeError: If sizes do not match.
-        UnsupportedTensorError: If a dtype has no kernel, or the bytes are not a packed weight.
-    """
+    """Compute ``x @ W.T + bias`` for several packed weights, results side by side."""
     _check(x, weights, biases, rows)
     pointers = Pointers([weight.data_ptr() for weight in weights], rows, x.shape[-1])
     return cpu.run(x, pointers, biases or None, int8_inputs)
@@ -79,24 +64,7 @@ def moe_linear(
     rows: int,
     int8_inputs: bool = False,
 ) -> Tensor:
-    """Compute the product whose row t is row ``x_rows[t]`` of `x` times the expert that owns row t.
-
-    Args:
-        x: ``[M, K]``, bfloat16, float16 or float32.
-        weights: ``PackedWeight.data`` of each expert ``[N, K]``, all of one form.
-        offsets: int64 ``[experts + 1]`` from 0 to T: expert e owns the rows ``offsets[e] .. offsets[e + 1] - 1``.
-        x_rows: int64 ``[T]``, or None: row t of `x`, and T is M.
-        biases: ``[experts, N]`` or None.
-        rows: N.
-        int8_inputs: Whether the kernels may round `x` to int8.
-
-    Returns:
-        ``[T, N]``, the dtype of `x`.
-
-    Raises:
-        ShapeError: If sizes do not match, or `x_rows` names a row that `x` does not have.
-        UnsupportedTensorError: If a dtype has no kernel, or the bytes are not a packed weight.
-    """
+    """Compute the product whose row t is row ``x_rows[t]`` of `x` times the expert that owns row t."""
     if x.ndim != 2:
         raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")
     parts = () if biases is None else biases.unbind()
@@ -120,18 +88,7 @@ def _(
 
 
 def check_groups(offsets: Tensor, x_rows: Tensor | None, experts: int, tokens: int) -> None:
-    """Validate `offsets` and `x_rows` of `moe_linear`, which the kernels use as indices.
-
-    Args:
-        offsets: int64 ``[experts + 1]``, from 0 to T.
-        x_rows: int64 ``[T]`` or None.
-        experts: Number of experts.
-        tokens: Rows of `x`.
-
-    Raises:
-        ShapeError: If sizes do not match, offsets fall, or `x_rows` names a row that `x` does not have.
-        UnsupportedTensorError: If a tensor is not int64 on the CPU.
-    """
+    """Validate `offsets` and `x_rows` of `moe_linear`, which the kernels use as indices."""
     for name, tensor in (("offsets", offsets), ("x_rows", x_rows)):
         if tensor is None:
             continue

@@ -47,11 +47,7 @@ def bound_spin() -> None:
 
 
 def workers(requested: int | None) -> int:
-    """Return the number of threads that stream a checkpoint: `requested`, by default one per processor, at most 8.
-
-    Raises:
-        UsageError: If `requested` is below 1.
-    """
+    """Return the number of threads that stream a checkpoint: `requested`, by default one per processor, at most 8."""
     if requested is not None and requested < 1:
         raise UsageError(f"workers is at least 1, got {requested}")
     return min(available(), _MOST_WORKERS) if requested is None else requested
@@ -89,16 +85,7 @@ def openmp_processors() -> int:
 
 
 def cgroup_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float | None:
-    """Return the CPU quota that control groups, of version 1 or 2, give this process, in processors.
-
-    Args:
-        membership: The file that lists the groups of the process.
-        cgroups: The mount point of the control groups.
-
-    Returns:
-        The smallest quota of its group and all groups above it; None without a limit. Groups that a container hides are
-        skipped.
-    """
+    """Return the CPU quota that control groups, of version 1 or 2, give this process, in processors."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -130,11 +117,7 @@ def _quota(group: Path) -> float | None:
 
 
 def openmp_runtimes(maps: Path = _MAPS) -> tuple[str, ...]:
-    """Return the paths of the OpenMP runtimes that this process has loaded; empty if the system does not list them.
-
-    Args:
-        maps: The file in which Linux lists the memory maps of the process.
-    """
+    """Return the paths of the OpenMP runtimes that this process has loaded; empty if the system does not list them."""
     try:
         fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
     except OSError:

@@ -25,14 +25,7 @@ _ONE = 0x3F80
 
 
 def measure_product_rate(threads: int | None = None) -> float:
-    """Return floating-point operations per second of a product ``[1024, 1024]' x [1024, 1024]``, all threads together.
-
-    Args:
-        threads: Threads that share the product; by default those of torch. NumPy's product takes its own number.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return floating-point operations per second of a product ``[1024, 1024]' x [1024, 1024]``, all threads together."""
     product = _native_product(threads or _threads()) or _numpy_product()
     best = float("inf")
     for _ in range(_REPEATS):

@@ -30,14 +30,7 @@ def count() -> int:
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of kernels and of torch's own ops.
-
-    Args:
-        threads: The number; kernels use at most `limit`.
-
-    Raises:
-        UsageError: If `threads` is below 1.
-    """
+    """Set the number of threads of kernels and of torch's own ops."""
     if threads < 1:
         raise UsageError(f"at least one thread is needed, got {threads}")
     torch.set_num_threads(threads)

@@ -43,12 +43,7 @@ _EPSILON: Any = tl.constexpr(2.0**-FLOAT32.mantissa_bits)
 
 
 def constants(fmt: ElementFormat, prefix: str) -> dict[str, int]:
-    """Return the constants of a format that the functions below take, as arguments of a kernel.
-
-    Args:
-        fmt: A format of at most 8 bits.
-        prefix: Prefix of the names: ``{prefix}_MANTISSA``, ``{prefix}_BIAS``, ``{prefix}_MAX``.
-    """
+    """Return the constants of a format that the functions below take, as arguments of a kernel."""
     largest = int.from_bytes(struct.pack("<f", fmt.max), "little")
     return {f"{prefix}_MANTISSA": fmt.mantissa_bits, f"{prefix}_BIAS": fmt.bias, f"{prefix}_MAX": largest}
 
@@ -85,17 +80,7 @@ def float_of(bits):
 
 @triton.jit
 def encode_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """Encode magnitudes as `cast.encode` does: to nearest, ties to even, clamped; NaN gets the largest value's code.
-
-    Args:
-        magnitude: int32, bits of float32 without the sign.
-        MANTISSA: Mantissa bits of the format.
-        BIAS: Exponent bias of the format.
-        MAX: Bits of the largest value of the format as float32.
-
-    Returns:
-        Codes, int32.
-    """
+    """Encode magnitudes as `cast.encode` does: to nearest, ties to even, clamped; NaN gets the largest value's code."""
     SHIFT: tl.constexpr = _MANTISSA - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = (_BIAS - BIAS + 1) << _MANTISSA
     MAGIC: tl.constexpr = 2.0 ** (_MANTISSA + 1 - BIAS - MANTISSA)
@@ -121,11 +106,6 @@ def divide(w, divisor, inverse):
 
     Two steps of Markstein's correction: the first quotient is off by up to 1.5 units in the last place, the second by
     less than one, and the third is the rounded one, because the remainder of the second is exact.
-
-    Args:
-        w: float32, of which ``w * inverse`` is finite. Of quotients below 2**-20 only the size is right.
-        divisor: float32, from 2**-85 to 2**64.
-        inverse: ``1 / divisor``, rounded to nearest.
 
     Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990, theorem 2.
     """
@@ -159,14 +139,6 @@ def round_magnitude(
 
     The sum of a number and of the power of two whose last bit weighs as much as the last bit of the result is rounded
     there.
-
-    Args:
-        x: float32 >= 0; NaN becomes the largest value where `CLAMP`.
-        MANTISSA: Mantissa bits of the format.
-        BIAS: Exponent bias of the format.
-        LARGEST: The largest value of the format, a float.
-        STEP: A power of two.
-        CLAMP: Whether numbers may be beyond the largest value; they are clamped to it.
     """
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS) * STEP
     MAGIC: tl.constexpr = 2.0 ** (_MANTISSA - MANTISSA)
@@ -209,12 +181,7 @@ def sign_of(bits):
 
 @triton.jit
 def float_scales(amax, LARGEST: tl.constexpr):
-    """Compute float32 scales as `scale.float_scales` does: amax over the largest element; NaN and Inf stay as they are.
-
-    Args:
-        amax: float32 >= 0, or NaN.
-        LARGEST: The largest value of the element format, a float.
-    """
+    """Compute float32 scales as `scale.float_scales` does: amax over the largest element; NaN and Inf stay as they are."""
     bits = bits_of(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))) & MAGNITUDE
     scale = float_of(tl.maximum(bits, _MIN_NORMAL_BITS))
     return tl.where(amax == 0.0, _EPSILON, scale)

@@ -17,11 +17,7 @@ def is_interpreted() -> bool:
 
 
 def why_unavailable(device: str) -> str:
-    """Return why Triton kernels cannot run on tensors of a device; empty if they can.
-
-    Args:
-        device: The device as torch names it: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
-    """
+    """Return why Triton kernels cannot run on tensors of a device; empty if they can."""
     if not is_installed():
         return "triton is not installed: pip install triton"
     kind = device.partition(":")[0]

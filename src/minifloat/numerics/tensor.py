@@ -1,8 +1,8 @@
 """A quantized weight in memory, independent of the checkpoint layout.
 
 The codes stay as the checkpoint stores them (E2M1 two to a byte); scales are a two-dimensional grid.
-`minifloat.model.layouts` translates the differences between servers' layouts (names, shapes of scalars, global scales that
-divide or multiply), so that kernels and tests handle one form only.
+`minifloat.model.layouts` translates the differences between servers' layouts (names, shapes of scalars, global scales
+that divide or multiply), so that kernels and tests handle one form only.
 """
 
 from __future__ import annotations

@@ -24,15 +24,7 @@ _CARRIED_KEYS = ("license", "license_name", "license_link", "language", "pipelin
 
 
 def model_card(checkpoint: Checkpoint, report: QuantizeReport, engines: Reports, base_model: str | None = None) -> str:
-    """Return the card as Markdown with a Hugging Face metadata header.
-
-    Args:
-        checkpoint: The source; licence, language and task come from its own card.
-        report: The report of the run.
-        engines: The reports of `check_everywhere` on the output.
-        base_model: Id of the source; by default its id on the hub if it comes from there, and none otherwise. The base
-            that the source's own card names is one generation too far.
-    """
+    """Return the card as Markdown with a Hugging Face metadata header."""
     origin = origin_of(checkpoint.path)
     base = base_model or (None if origin is None else origin.repo_id)
     name = base or model_name(checkpoint.path)

@@ -31,12 +31,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def copied_codes(checkpoint: DecodedCheckpoint, plan: QuantizationPlan) -> frozenset[str]:
-    """Return the modules whose codes and scales are copied.
-
-    Args:
-        checkpoint: The quantized source.
-        plan: The plan of the output.
-    """
+    """Return the modules whose codes and scales are copied."""
     copied: set[str] = set()
     scales: dict[str, dict[str, float | None]] = {}
     for tensor in plan.tensors:
@@ -87,19 +82,6 @@ def copy_codes(
     """Write the codes of a part as the source has them, and its scales for the blocks of the scheme.
 
     Global scales of NVFP4 are written as divisors. Where the source's multiply, these are their reciprocals in float32.
-
-    Args:
-        checkpoint: The quantized source.
-        info: The plain tensor of the weights.
-        part: The part; one of `copied_codes`.
-        shard: Where codes and scales are written.
-
-    Returns:
-        What `quantize_part` returns: no error, and the digest of the source.
-
-    Raises:
-        NonFiniteError: A code or a scale is NaN or Inf.
-        StorageError: The operating system refused to read or write.
     """
     end = part.first_row + part.shape[0] // part.matrices
     codes_end = scales_end = 0
@@ -143,11 +125,7 @@ def _scales(
 
 
 def _divisor(checkpoint: DecodedCheckpoint, stored: StoredWeight) -> np.float32:
-    """Return the global scale of a weight of NVFP4 as a divisor.
-
-    Raises:
-        NonFiniteError: It has no finite reciprocal.
-    """
+    """Return the global scale of a weight of NVFP4 as a divisor."""
     scale = read_global_scale(checkpoint.stored, stored)
     if scale is None:
         raise AssertionError(f"{stored.module}: a weight of NVFP4 without a global scale")

@@ -28,11 +28,7 @@ _MINUTE, _HOUR = 60.0, 3600.0
 
 
 def data_hint(report: QuantizeReport) -> str:
-    """Return a sentence on `--data self`; an empty string if the codes were chosen with data, or have eight bits.
-
-    Args:
-        report: Of a run of `quantize_checkpoint`.
-    """
+    """Return a sentence on `--data self`; an empty string if the codes were chosen with data, or have eight bits."""
     weights = [tensor for tensor in report.quantized if _is_four_bit(tensor.detail)]
     if report.rounding is not None or not weights:
         return ""
@@ -48,12 +44,7 @@ def _is_four_bit(scheme: str) -> bool:
 
 
 def estimate_seconds(shapes: Sequence[tuple[int, ...]], rate: float) -> float:
-    """Return the estimated time of a run with the default text.
-
-    Args:
-        shapes: Of all quantized weights, ``[..., N, K]``; all experts count, so that a mixture takes less.
-        rate: Operations per second of a large product.
-    """
+    """Return the estimated time of a run with the default text."""
     products = _PASSES * 2.0 * sum(map(math.prod, shapes)) * _TOKENS
     factorizations = _FACTORIZATION * sum(shape[-1] ** 3 for shape in shapes)
     return (products + factorizations) / rate + _SECONDS_BETWEEN * len(shapes) * _SEQUENCES

@@ -30,17 +30,6 @@ def write_decoded(
     """Write a decoded matrix, or the fused matrices of all experts.
 
     Values are decoded in float32 and rounded once, to nearest even.
-
-    Args:
-        checkpoint: The quantized checkpoint.
-        matrices: For each matrix of the output the weights whose rows follow each other.
-        output: A tensor of BF16, F16 or F32.
-        shard: Where it is written.
-        transposed: Whether each matrix is stored ``[K, N]``.
-
-    Raises:
-        NonFiniteError: A code is NaN, a scale is NaN or Inf, or a value exceeds the range of the output.
-        StorageError: The operating system refused to read or write.
     """
     end = 0
     for weights in matrices:
@@ -60,11 +49,7 @@ def write_decoded(
 
 
 def _narrowed(checkpoint: Checkpoint, weight: StoredWeight, first: int, stop: int, dtype: str) -> npt.NDArray[Any]:
-    """Return decoded rows ``[stop - first, K]`` as integers that hold the bits of a dtype.
-
-    Raises:
-        NonFiniteError: A value is NaN, or beyond the range of the dtype.
-    """
+    """Return decoded rows ``[stop - first, K]`` as integers that hold the bits of a dtype."""
     data, nonfinite = narrow(read_rows(checkpoint, weight, first, stop), dtype)
     if nonfinite:
         raise NonFiniteError(weight.codes, f"NaN, or values beyond the range of {dtype}")

@@ -23,14 +23,7 @@ Planner = Callable[[Scheme, Sequence[Override]], QuantizationPlan]
 
 
 class EngineChoice:
-    """Judges schemes of one run of `quantize` by the engines that would load the output.
-
-    Args:
-        checkpoint: The source.
-        planner: Plans the output for a scheme and overrides.
-        overrides: Those of the run.
-        target: Where the output is to run; None: anywhere.
-    """
+    """Judges schemes of one run of `quantize` by the engines that would load the output."""
 
     def __init__(
         self, checkpoint: Checkpoint, planner: Planner, overrides: Sequence[Override], target: str | None
@@ -60,15 +53,7 @@ class EngineChoice:
         )
 
     def notes(self, plan: QuantizationPlan, verdicts: tuple[EngineVerdict, ...]) -> Iterator[str]:
-        """Yield a note on a plan that only minifloat loads, and one on the target.
-
-        Args:
-            plan: The final plan.
-            verdicts: Those on the plan.
-
-        Raises:
-            UsageError: The target's engine would refuse the output or answer wrongly.
-        """
+        """Yield a note on a plan that only minifloat loads, and one on the target."""
         if self._target is not None:
             report = self._report(plan, self._target)
             try:

@@ -360,11 +360,7 @@ def _data_options(
     *,
     kv_cache: bool,
 ) -> DataOptions | None:
-    """Return the options that `data` and `method` stand for; None, without importing torch, if there is no data.
-
-    Raises:
-        UsageError: There are activation statistics beside the data.
-    """
+    """Return the options that `data` and `method` stand for; None, without importing torch, if there is no data."""
     if data is None and method in (None, NEAREST):
         return None
     from minifloat.quantize.rounded import DataOptions
@@ -421,11 +417,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     """One run of `quantize_checkpoint` over all shards.
 
     Attributes:
-        plan: The plan of the output.
-        caster: Implementation and device that cast the weights.
         rounded: The output tensors that were made with data; None: there are none.
-        copied: Modules whose codes and scales are those of a quantized source.
-        amaxes: Amax of each group of weights that share a scale and that has a member in an unfinished shard.
     """
 
     plan: QuantizationPlan

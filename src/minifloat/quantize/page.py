@@ -18,11 +18,7 @@ _WORST = 10
 
 
 def done_section(record: Mapping[str, Any]) -> str:
-    """Return the section about what was done with every tensor.
-
-    Args:
-        record: Content of minifloat.json.
-    """
+    """Return the section about what was done with every tensor."""
     nbytes = record["bytes"]
     ratio = nbytes["source"] / max(nbytes["output"], 1)
     return section(

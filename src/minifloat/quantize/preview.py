@@ -39,12 +39,7 @@ class PlannedTensor:
     """What becomes of one source tensor.
 
     Attributes:
-        name: Its name in the source.
-        shape: Its shape there.
-        becomes: The scheme, with commas between where experts of one tensor have several; or why it is copied.
-        quantized: Whether it is quantized.
         source_bytes: Its bytes in the source.
-        output_bytes: Bytes of codes, scales and constants, or of the copy.
     """
 
     name: str
@@ -57,19 +52,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, repr=False)
 class QuantizePreview(ShortReport):
-    """The result of `preview_quantization`.
-
-    Attributes:
-        source: The source, as the caller gave it.
-        destination: Where the output would go.
-        scheme: The scheme of modules that no override matches.
-        layout: The layout that would be written.
-        tensors: One entry per source tensor.
-        share: The quantized part of the linear weights, and why the rest is kept.
-        engines: Which engines load the output on which machines, by `check`.
-        notes: Sentences for the user.
-        disk_free: Bytes free where the output would go.
-    """
+    """The result of `preview_quantization`."""
 
     source: str
     destination: str
@@ -196,14 +179,7 @@ def preview_quantization(
 def planner_of(
     checkpoint: Checkpoint, layout: str | None, *, mtp: bool, allow_partial: bool
 ) -> Callable[[Scheme, Sequence[Override]], QuantizationPlan]:
-    """Return the function that plans the output of a checkpoint for a scheme and its overrides.
-
-    Args:
-        checkpoint: The source.
-        layout: Name of the layout to write; None: the one that suits the scheme.
-        mtp: Quantize layers of multi-token prediction too.
-        allow_partial: Accept that less than half of the linear weights is quantized.
-    """
+    """Return the function that plans the output of a checkpoint for a scheme and its overrides."""
 
     def planner(scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
         plan = make_plan(checkpoint, scheme, choose_writer(layout, checkpoint.config, scheme), overrides, mtp=mtp)

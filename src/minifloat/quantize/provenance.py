@@ -103,15 +103,7 @@ def _text_options(data: dict[str, Any]) -> str:
 def provenance(
     checkpoint: Checkpoint, command: str, options: str, tensors: Iterable[_TensorEntry], **facts: Any
 ) -> dict[str, Any]:
-    """Return source, hashes, versions and command of an output; sharding does not change them.
-
-    Args:
-        checkpoint: The source.
-        command: ``"quantize"`` or ``"convert"``.
-        options: Options of the command.
-        tensors: The report of every tensor.
-        **facts: Further entries, as JSON values.
-    """
+    """Return source, hashes, versions and command of an output; sharding does not change them."""
     origin = origin_of(checkpoint.path)
     source = checkpoint.path.name if origin is None else str(origin)
     return {

@@ -19,11 +19,7 @@ from minifloat.quantize.report import COPIED_CODES, TensorReport
 
 
 def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:
-    """Return the plan with the quantized weights that it copies dequantized to the dtype of config.json.
-
-    Raises:
-        UsageError: It would copy single experts of a model that is loaded with fused ones.
-    """
+    """Return the plan with the quantized weights that it copies dequantized to the dtype of config.json."""
     if not isinstance(source, DecodedCheckpoint):
         return plan
     copied = [tensor for tensor in plan.tensors if not tensor.parts and tensor.source.name in source.weights]
@@ -50,13 +46,7 @@ def _refuse_single_experts(source: DecodedCheckpoint, modules: Sequence[str]) ->
 def dropped_tensors(
     source: Checkpoint, pool: ThreadPoolExecutor, digest: Callable[[Checkpoint, TensorInfo], str]
 ) -> tuple[TensorReport, ...]:
-    """Return the report of the source's tensors that have no place in the output: scales of inputs and of the KV cache.
-
-    Args:
-        source: The source.
-        pool: Threads that hash the tensors.
-        digest: Returns the digest of a tensor.
-    """
+    """Return the report of the source's tensors that have no place in the output: scales of inputs and of the KV cache."""
     if not isinstance(source, DecodedCheckpoint):
         return ()
     futures = [(info, pool.submit(digest, source.stored, info)) for info in source.dropped]
@@ -69,12 +59,7 @@ def dropped_tensors(
 
 
 def describe_source(source: Checkpoint, tensors: tuple[TensorReport, ...]) -> dict[str, Any] | None:
-    """Return the facts about a quantized source for the report, as JSON values; None for a plain source.
-
-    Args:
-        source: The source.
-        tensors: The report of every tensor.
-    """
+    """Return the facts about a quantized source for the report, as JSON values; None for a plain source."""
     if not isinstance(source, DecodedCheckpoint):
         return None
     weights = source.description.weights.values()

@@ -36,13 +36,6 @@ class TensorReport:
     """One source tensor, or one weight of a tensor that was split.
 
     Attributes:
-        name: Tensor of the source; where it was split, module of the output.
-        action: ``"quantized"``, ``"copied"`` or, for scales of a quantized source, ``"dropped"``.
-        detail: Name of the scheme and whether codes are those of the source, or why it was copied; with data also
-            whether folded scales or tuning changed it.
-        shape: Shape of the weight.
-        source_bytes: Bytes in the source.
-        output_bytes: Bytes in the output, scales included.
         source_digest: Content hash of the source's bytes, with its algorithm.
         stats: Error of the cast; None for a copy.
     """
@@ -70,16 +63,7 @@ class TensorReport:
     def quantized(
         cls, plan: TensorPlan, part: Part, source_bytes: int, stats: CastStats, digest: str, *, copied: bool = False
     ) -> TensorReport:
-        """Return the report of one quantized weight.
-
-        Args:
-            plan: The plan of the source tensor.
-            part: The weight in it.
-            source_bytes: Bytes of the whole source tensor on disk.
-            stats: Error of the cast.
-            digest: Digest of the source.
-            copied: Whether codes and scales are those of the source.
-        """
+        """Return the report of one quantized weight."""
         info = plan.source
         elements = part.shape[0] * part.shape[1]
         share = source_bytes * elements // math.prod(info.shape)

@@ -85,15 +85,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class RoundedOutput:
-    """The output tensors that were made with data.
-
-    Attributes:
-        model: The tensors, and how they were made.
-        recipe: The method, the text and the options, as JSON values.
-        notes: Sentences for the user.
-        within: How the formats were chosen, if a budget was given.
-        by_source: The divergence on the held-out text of each source, if there are several.
-    """
+    """The output tensors that were made with data."""
 
     model: RoundedModel
     recipe: dict[str, Any]
@@ -156,23 +148,7 @@ def rounded_output(
     write_copy: WriteCopy,
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
-    """Choose the codes of a plan with data; the work is kept if the block is left with an error.
-
-    Args:
-        checkpoint: The source.
-        plan: What each weight is quantized to.
-        data: Text and method.
-        destination: The output folder; finished layers, and the text that the model wrote, are kept beside it.
-        write_copy: Writes a smaller copy of the model, which writes the text ``self`` where memory is short.
-        progress: Called as work completes.
-
-    Raises:
-        DataError: The text is missing, too short, or does not fit the model.
-        UsageError: The layers of this model cannot be run one at a time.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        SingularHessianError: The inputs of a linear allow no error compensation.
-        StatsError: The stored Hessians are missing, damaged, or of another model.
-    """
+    """Choose the codes of a plan with data; the work is kept if the block is left with an error."""
     work_dir = _beside(destination, WORK_SUFFIX)
     if data.hessians is not None:
         if data.sources:
@@ -203,26 +179,7 @@ def budgeted_output(
     write_copy: WriteCopy,
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
-    """Choose formats within a budget, and codes in them; the work is kept if the block is left with an error.
-
-    Args:
-        checkpoint: The source.
-        planner: Makes the plan of a scheme with overrides.
-        scheme: The cheapest format; None: the cheapest that suits the model and the engines.
-        overrides: Modules whose format is fixed.
-        budget: The budget.
-        data: Text and method.
-        destination: The output folder; finished layers, and the text that the model wrote, are kept beside it.
-        target: Where the output is to run; None: in minifloat, transformers and vLLM.
-        write_copy: Writes a smaller copy of the model, which writes the text ``self`` where memory is short.
-        progress: Called as work completes.
-
-    Raises:
-        UsageError: The budget cannot be met (the message names the nearest), or no format suits the model.
-        DataError: The text is missing, too short, or does not fit the model.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        SingularHessianError: The inputs of a linear allow no error compensation.
-    """
+    """Choose formats within a budget, and codes in them; the work is kept if the block is left with an error."""
     if data.hessians is not None:
         raise UsageError("a budget measures damage with text: give --data instead of --stats")
     formats = find_formats(checkpoint, planner, scheme, overrides, target)
@@ -264,11 +221,7 @@ def _texts(
     write_copy: WriteCopy,
     progress: Progress | None,
 ) -> tuple[CalibrationSet, CalibrationSet, dict[str, Any]]:
-    """Return the text for statistics, the held-out text, and the record of both.
-
-    Raises:
-        DataError: The text is missing, too short, or does not fit the model.
-    """
+    """Return the text for statistics, the held-out text, and the record of both."""
     texts = load_texts(
         checkpoint,
         data.sources,
@@ -282,11 +235,7 @@ def _texts(
 
 
 def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> tuple[CalibrationSet, CalibrationSet]:
-    """Return the text for statistics, and the held-out text.
-
-    Raises:
-        DataError: There is too little text for the widest linear, or none to hold out.
-    """
+    """Return the text for statistics, and the held-out text."""
     if not text.held_out:
         raise DataError("a method that chooses codes with data needs held-out text to be judged on")
     kept, held_out = texts.held_out(text.held_out)

@@ -13,11 +13,7 @@ _NAMES_SHOWN = 3
 
 
 def summary_rows(rounding: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and texts: method, text, gain on held-out text, folds, and weights that are exceptions.
-
-    Args:
-        rounding: The section ``rounding`` of a report.
-    """
+    """Return labels and texts: method, text, gain on held-out text, folds, and weights that are exceptions."""
     rows = [("method", _method_text(rounding)), ("text", _data_text(rounding)), ("held-out KL", _gain_text(rounding))]
     rows += [(f"  {row['name']}", _source_text(row)) for row in rounding["held_out"].get("by_source", ())]
     rows.append(("folded", fold_text(rounding)))

@@ -23,12 +23,8 @@ class SourceGain:
     """The divergence from the original model on the held-out sequences of one source.
 
     Attributes:
-        name: The source.
-        sequences: Number of its held-out sequences.
-        tokens: Their tokens.
         nearest: KL of rounding to nearest, in nats per token.
         method: KL of the method, in nats per token.
-        loss: Mean of (KL of the method less KL of nearest) over sequences; below 0, the method is better.
         loss_error: Standard error of `loss`; None: there is one sequence.
     """
 
@@ -44,14 +40,7 @@ class SourceGain:
 def source_gains(
     record: Mapping[str, Any], held_out: CalibrationSet, fraction: float, found: Mapping[str, Any]
 ) -> tuple[SourceGain, ...]:
-    """Return the divergence on each source; nothing if there is one source.
-
-    Args:
-        record: Of all text, as `load_texts` returns it.
-        held_out: The held-out sequences.
-        fraction: What of the sequences was held out.
-        found: The divergence on held-out text, with ``nearest_by_sequence`` and ``method_by_sequence``.
-    """
+    """Return the divergence on each source; nothing if there is one source."""
     sources = record.get("sources", ())
     if len(sources) < 2 or not found.get("method_by_sequence"):
         return ()

@@ -34,14 +34,10 @@ class ActivationReport:
     NVFP4 computes block scales of inputs at run time, under a static divisor: `scale` is then the largest block scale.
 
     Attributes:
-        module: Name of the linear, or of the attention with ``.k`` or ``.v``.
-        amax: The activation that the largest value of the format represents.
-        scale: float32 factor from a code's value to the activation.
         tokens: Tokens of calibration text that the module processed; None for keys and values.
         saturated: Fraction of held-out elements that would saturate; None without held-out text.
         flushed: Fraction of held-out elements that would become zero; None without held-out text, and for NVFP4, where
             it depends on the block.
-        note: Why the scale comes from another module; empty where it is the module's own.
     """
 
     module: str
@@ -63,22 +59,6 @@ def apply_calibration(
     """Add static scales to a plan.
 
     Without calibration, weights whose scheme needs static scales are written for weight-only use, and a note says so.
-
-    Args:
-        plan: The plan of the output.
-        checkpoint: The source, which the statistics must come from.
-        calibration: Statistics and their rule; None: the model was not calibrated.
-        kv_cache: Whether to write scales of an FP8 KV cache.
-
-    Returns:
-        The plan with scales, a report per scale, and notes for the user.
-
-    Raises:
-        UsageError: `kv_cache` without calibration, since scales of 1.0 would lose accuracy without an error; or a limit
-            on saturation without held-out text.
-        StatsError: The statistics come from another model.
-        NotCalibratedError: The statistics lack a module; the message names it.
-        SaturationError: More held-out elements saturate than `calibration.max_saturation` allows.
     """
     if calibration is None:
         if kv_cache:
@@ -120,11 +100,7 @@ def _static_modules(plan: QuantizationPlan) -> tuple[list[str], list[str]]:
 
 
 def _refuse_drafts(plan: QuantizationPlan, modules: Collection[str]) -> None:
-    """Refuse static scales of inputs in layers of multi-token prediction, which an override asked for.
-
-    Raises:
-        NotCalibratedError: There are such layers.
-    """
+    """Refuse static scales of inputs in layers of multi-token prediction, which an override asked for."""
     drafts = [part for tensor in plan.tensors if tensor.drafts for part in tensor.parts if part.module in modules]
     if drafts:
         other = without_static_scales(drafts[0].scheme).name

@@ -47,23 +47,14 @@ _scratch = threading.local()
 
 @dataclass(frozen=True)
 class Caster:
-    """The implementation and the device that cast slabs, with the host memory that holds them.
-
-    Attributes:
-        impl: Implementation of `minifloat.kernels.quantize`.
-        device: Device on which ``"triton"`` casts.
-    """
+    """The implementation and the device that cast slabs, with the host memory that holds them."""
 
     impl: str = "auto"
     device: str = "cpu"
 
     @classmethod
     def of(cls, device: str, impl: str = "auto") -> Caster:
-        """Return the caster of a device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
-
-        Raises:
-            UsageError: The kind of device is unknown, or `impl` does not run on it.
-        """
+        """Return the caster of a device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``."""
         kind, colon, index = device.partition(":")
         if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
             raise UsageError(f"weights are cast on cpu, cuda or cuda:N, not on {device!r}")
@@ -72,11 +63,7 @@ class Caster:
         return cls("triton" if kind == "cuda" else impl, device)
 
     def require(self, schemes: Iterable[Scheme]) -> None:
-        """Raise an error if a GPU cannot cast to one of these schemes, before anything is written.
-
-        Raises:
-            KernelUnavailable: The device cannot cast to a scheme.
-        """
+        """Raise an error if a GPU cannot cast to one of these schemes, before anything is written."""
         for scheme in schemes if self.impl == "triton" else ():
             reason = why_not(self.impl, scheme.weight, self.device)
             if reason:
@@ -171,11 +158,7 @@ def _itemsize(info: TensorInfo) -> int:
 
 
 def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> float:
-    """Return the amax of a weight.
-
-    Raises:
-        NonFiniteError: The weight has NaN or Inf.
-    """
+    """Return the amax of a weight."""
     largest = 0.0
     for start, stop, slab in _slabs(checkpoint, info, part, caster):
         shape = (stop - start, part.shape[1])
@@ -206,22 +189,7 @@ def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
 def quantize_part(
     checkpoint: Checkpoint, info: TensorInfo, part: Part, amax: float | None, shard: ShardWriter, caster: Caster
 ) -> tuple[CastStats, str]:
-    """Quantize one weight into a shard.
-
-    Args:
-        checkpoint: The source.
-        info: The source tensor.
-        part: The weight in that tensor, with its scheme and its tensors in the output.
-        amax: Amax of the weight's group, if the scheme needs it.
-        shard: Where the codes and scales are written.
-        caster: Implementation and device of the cast.
-
-    Returns:
-        The error of the cast, and the digest of the source bytes (of codes and scales where the source is quantized).
-
-    Raises:
-        NonFiniteError: The weight has NaN or Inf.
-    """
+    """Quantize one weight into a shard."""
     spec = part.scheme.weight
     cols = part.shape[1]
     row_bytes = cols * spec.element.bits // 8
@@ -269,11 +237,7 @@ def write_rounded_copy(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWri
 
 
 def dequantize_copy(checkpoint: DecodedCheckpoint, info: TensorInfo, dtype: str, shard: ShardWriter) -> str:
-    """Write a tensor that the source stores quantized in 16 or 32 bits, and return the digest of codes and scales.
-
-    Raises:
-        NonFiniteError: A code or scale is NaN or Inf, or a value exceeds the range of the dtype.
-    """
+    """Write a tensor that the source stores quantized in 16 or 32 bits, and return the digest of codes and scales."""
     weights = checkpoint.weights[info.name]
     output = OutputTensor(info.name, dtype, info.shape)
     matrices = [(weight,) for weight in weights]
@@ -282,11 +246,7 @@ def dequantize_copy(checkpoint: DecodedCheckpoint, info: TensorInfo, dtype: str,
 
 
 def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, caster: Caster = CPU) -> str:
-    """Copy a tensor bit for bit and return the digest of its bytes.
-
-    Raises:
-        NonFiniteError: A floating-point tensor has NaN or Inf.
-    """
+    """Copy a tensor bit for bit and return the digest of its bytes."""
     hasher = new_hasher()
     for start, slab in chunks(checkpoint, info, caster):
         hasher.update(slab)

@@ -14,13 +14,8 @@ class Axis:
     """One axis of a chart.
 
     Attributes:
-        label: The quantity and its unit.
-        log: Logarithmic; values that are not above 0 are not drawn.
         low: First value; None: the smallest of the data.
         high: Last value; None: the largest of the data.
-        whole: Ticks at whole numbers only, as for layers.
-        percent: Values are fractions and are written as percentages.
-        at: Values to label; by default round numbers.
     """
 
     label: str = ""
@@ -78,16 +73,7 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 @dataclass(frozen=True)
 class PixelMapping:
-    """A function from the values of an axis to pixels, linear or logarithmic.
-
-    Attributes:
-        axis: The axis.
-        low: Value at pixel `start`.
-        high: Value at pixel `end`.
-        start: Pixel of the first value; for a vertical axis the larger one.
-        end: Pixel of the last value.
-        ticks: Values to label.
-    """
+    """A function from the values of an axis to pixels, linear or logarithmic."""
 
     axis: Axis
     low: float

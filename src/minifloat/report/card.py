@@ -46,11 +46,7 @@ def metadata_head(values: Mapping[str, Any]) -> str:
 
 
 def read_metadata(card: str) -> dict[str, Any]:
-    """Return the metadata in the head of a card; empty if the card has no head.
-
-    Raises:
-        ValueError: The head is not YAML, or not a mapping.
-    """
+    """Return the metadata in the head of a card; empty if the card has no head."""
     import yaml
 
     match = _HEAD.match(card)
@@ -84,23 +80,12 @@ def replace_metadata(card: str, values: Mapping[str, Any]) -> str:
 
 
 def read_card(folder: Path) -> bytes:
-    """Return the card of a checkpoint.
-
-    Raises:
-        FileNotFoundError: The checkpoint has no card.
-        CheckpointError: The card is larger than 16 MiB.
-        UnsafeFileError: The card is not a regular file, or a link that leaves the folder.
-        StorageError: The system refused to read the file.
-    """
+    """Return the card of a checkpoint."""
     return read_small(folder, CARD_FILE, _LARGEST_CARD, CheckpointError)
 
 
 def write_card(folder: Path, content: bytes) -> Path:
-    """Replace the card of a checkpoint in one step: write a temporary file beside it, and rename the file.
-
-    Raises:
-        StorageError: The system refused to write the file.
-    """
+    """Replace the card of a checkpoint in one step: write a temporary file beside it, and rename the file."""
     card = folder / CARD_FILE
     with written_whole(card) as file:
         with contextlib.suppress(FileNotFoundError):
@@ -110,21 +95,7 @@ def write_card(folder: Path, content: bytes) -> Path:
 
 
 def update_card(folder: str | os.PathLike[str], section: str) -> Path:
-    """Put a section into the README.md of a checkpoint, and create that file if it does not exist.
-
-    Args:
-        folder: A checkpoint.
-        section: The text of the section; its first and its last line are its `markers`.
-
-    Returns:
-        The path of the card.
-
-    Raises:
-        NotACheckpointError: The folder does not exist.
-        CheckpointError: A marker has no counterpart, or there are several sections of that name.
-        UnsafeFileError: The card is not a regular file, or a link that leaves the folder.
-        StorageError: The system refused to read or write the card.
-    """
+    """Put a section into the README.md of a checkpoint, and create that file if it does not exist."""
     root = resolve_folder(folder)
     try:
         before = read_card(root)
@@ -134,16 +105,7 @@ def update_card(folder: str | os.PathLike[str], section: str) -> Path:
 
 
 def with_section(card: bytes, section: str, path: Path) -> bytes:
-    """Return the card with a section in place of the section with the same markers, or at the end.
-
-    Args:
-        card: The content of the card.
-        section: The text of the section; its first and its last line are its `markers`.
-        path: The path of the card, for messages.
-
-    Raises:
-        CheckpointError: A marker has no counterpart, or there are several sections of that name.
-    """
+    """Return the card with a section in place of the section with the same markers, or at the end."""
     lines = section.rstrip("\n").split("\n")
     begin, end = (re.escape(line.encode()) for line in (lines[0], lines[-1]))
     sections = list(re.finditer(rb"^" + begin + rb"\r?\n.*?^" + end + rb"\r?$", card, re.DOTALL | re.MULTILINE))

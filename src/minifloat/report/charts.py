@@ -41,13 +41,7 @@ _NARROW = 480  #: pixels of a chart; below this width the labels of bars and dot
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a line chart.
-
-    Attributes:
-        name: For the legend.
-        points: In the order of x. A point that is not finite, or not above 0 on a log axis, is a gap in the line.
-        band: ``(x, low, high)`` edges of an area that is shaded behind the line.
-    """
+    """One line of a line chart."""
 
     name: str
     points: Sequence[Point]
@@ -84,21 +78,7 @@ def line_chart(
     markers: bool = True,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Return a chart of lines over a common x, with a legend below.
-
-    Args:
-        series: The lines. As many as `svg.COLORS` has entries are sure to look different.
-        title: Description of the chart for readers who cannot see it.
-        x: Horizontal axis; its range fits the data.
-        y: Vertical axis; its label is above it.
-        width: Pixels of the whole chart.
-        plot_height: Pixels between the ends of the vertical axis; labels and legend are added to it.
-        markers: Mark every point, if there is room. Points without a neighbour are always marked.
-        marks: Values of x to compare with, drawn as dashed lines, and the texts at the lines.
-
-    Returns:
-        An ``<svg>`` element, which says "nothing to show" if no point can be drawn.
-    """
+    """Return a chart of lines over a common x, with a legend below."""
     lines = [[_drawable(point, x, y) for point in entry.points] for entry in series]
     bands = [[edge for edge in entry.band if _band_is_drawable(edge, x, y)] for entry in series]
     drawn = [point for line in lines for point in line if point]
@@ -125,18 +105,7 @@ def line_chart(
 def bar_chart(
     bars: Sequence[Bar], *, title: str, axis: Axis, mark: tuple[float, str] | None = None, width: int = 720
 ) -> str:
-    """Return a chart of horizontal bars from 0, one below the other, each with its label and value.
-
-    Args:
-        bars: From top to bottom; a value that is not finite, or below 0, has no bar.
-        title: Description of the chart for readers who cannot see it.
-        axis: Axis of the values; linear.
-        mark: A value to compare with, drawn as a dashed line, and the text at the line.
-        width: Pixels of the whole chart.
-
-    Returns:
-        An ``<svg>`` element.
-    """
+    """Return a chart of horizontal bars from 0, one below the other, each with its label and value."""
     if not bars:
         return empty(title, width)
     texts = [format_number(bar.value) if bar.text is None else bar.text for bar in bars]
@@ -171,19 +140,7 @@ def dot_chart(
     mark: tuple[float, str] | None = None,
     width: int = 720,
 ) -> str:
-    """Return a chart of values with their intervals on a common axis: one row per label, with one line per series.
-
-    Args:
-        rows: Labels from top to bottom, each with at most one dot per series; dots that are not finite are not drawn.
-        names: Names of the series; a legend shows them if there are several.
-        title: Description of the chart for readers who cannot see it.
-        axis: Axis of the values; linear.
-        mark: A value to compare with, drawn as a dashed line, and the text at the line.
-        width: Pixels of the whole chart.
-
-    Returns:
-        An ``<svg>`` element, which says "nothing to show" if no value can be drawn.
-    """
+    """Return a chart of values with their intervals on a common axis: one row per label, with one line per series."""
     dots = [dot for _, row in rows for dot in row]
     values = [value for dot in dots for value in (dot.value, dot.low, dot.high) if math.isfinite(value)]
     if not values:
@@ -215,12 +172,7 @@ def dot_chart(
 
 
 def meter(fraction: float, width: int = 60) -> str:
-    """Return a small bar for a table cell; screen readers skip it, because the cell also shows the number.
-
-    Args:
-        fraction: Filled part of the width; clamped to 0..1.
-        width: Pixels.
-    """
+    """Return a small bar for a table cell; screen readers skip it, because the cell also shows the number."""
     filled = width * min(max(fraction, 0.0), 1.0) if math.isfinite(fraction) else 0.0
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="10" viewBox="0 0 {width} 10" '

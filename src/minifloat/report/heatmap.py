@@ -36,20 +36,7 @@ def heatmap(
     columns: str,
     width: int = 720,
 ) -> str:
-    """Return a heatmap with a scale of its shades below.
-
-    Args:
-        rows: Names and values from top to bottom; values are above 0, and the shade grows with their logarithm.
-        title: Description of the chart for readers who cannot see it.
-        low: Value of the lightest shade, above 0; smaller values get it too.
-        high: Value of the darkest shade; larger values get it too.
-        unit: What the values are, for the scale.
-        columns: What a column is, for the label below.
-        width: Pixels of the whole chart.
-
-    Returns:
-        An ``<svg>`` element, which says "nothing to show" without values.
-    """
+    """Return a heatmap with a scale of its shades below."""
     length = max((len(values) for _, values in rows), default=0)
     if not length or not 0 < low < high:
         return empty(title, width)

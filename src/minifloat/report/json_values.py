@@ -34,15 +34,7 @@ def to_values(value: Any) -> Any:
 
 
 def from_values(kind: type[_T], values: Any) -> _T:
-    """Return the dataclass that `to_values` was called on.
-
-    Args:
-        kind: The dataclass.
-        values: JSON values. A field with a default may be missing.
-
-    Raises:
-        ValueError: The values are not those of `kind`; the message names the field.
-    """
+    """Return the dataclass that `to_values` was called on."""
     result: _T = _read(kind, values, kind.__name__)
     return result
 

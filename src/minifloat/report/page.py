@@ -41,12 +41,7 @@ def to_html(cell: Cell) -> str:
 
 
 def page(title: str, *sections: str) -> str:
-    """Return the whole HTML document.
-
-    Args:
-        title: Plain text.
-        sections: HTML; empty strings are skipped.
-    """
+    """Return the whole HTML document."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
@@ -56,34 +51,18 @@ def page(title: str, *sections: str) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Return a section: a heading and its content.
-
-    Args:
-        title: Plain text.
-        parts: HTML; empty strings are skipped.
-    """
+    """Return a section: a heading and its content."""
     return f"<section>\n<h2>{escape(title)}</h2>\n{chr(10).join(filter(None, parts))}\n</section>"
 
 
 def subsection(title: str, *parts: str) -> str:
-    """Return a smaller heading and its content, or an empty string if there is no content.
-
-    Args:
-        title: Plain text; an empty string leaves the heading out.
-        parts: HTML; empty strings are skipped.
-    """
+    """Return a smaller heading and its content, or an empty string if there is no content."""
     body = "\n".join(filter(None, parts))
     return f"<h3>{escape(title)}</h3>\n{body}" if title and body else body
 
 
 def box(kind: str, title: str, body: str = "") -> str:
-    """Return a highlighted box for a message that must not be overlooked.
-
-    Args:
-        kind: ``"warning"``, ``"passed"``, ``"failed"`` or ``"undecided"``.
-        title: Plain text.
-        body: HTML.
-    """
+    """Return a highlighted box for a message that must not be overlooked."""
     return f'<div class="box {kind}" role="note">\n{paragraph(title)}\n{body}</div>'
 
 
@@ -124,12 +103,7 @@ def stacked(value: str, below: str) -> Markup:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Return a table whose first column names the row. On a phone each row becomes a block of named values.
-
-    Args:
-        columns: Headings, plain text.
-        rows: One cell per column; a row of a single cell is a heading for the rows below it.
-    """
+    """Return a table whose first column names the row. On a phone each row becomes a block of named values."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(_row(columns, row) for row in rows)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
@@ -147,22 +121,12 @@ def _row(columns: Sequence[str], row: Sequence[Cell]) -> str:
 
 
 def folded(summary: str, body: str) -> str:
-    """Return HTML that is hidden until the reader clicks its summary line.
-
-    Args:
-        summary: Plain text.
-        body: HTML.
-    """
+    """Return HTML that is hidden until the reader clicks its summary line."""
     return f"<details><summary>{escape(summary)}</summary>\n{body}\n</details>"
 
 
 def figure(caption: str, draw: Callable[[int], str]) -> str:
-    """Return a chart drawn at both widths; the style sheet shows the one that fits the screen.
-
-    Args:
-        caption: Plain text.
-        draw: Returns the ``<svg>`` element for a width in pixels.
-    """
+    """Return a chart drawn at both widths; the style sheet shows the one that fits the screen."""
     return (
         f'<figure><figcaption>{escape(caption)}</figcaption>\n<div class="wide">{draw(WIDE)}</div>\n'
         f'<div class="narrow">{draw(NARROW)}</div></figure>'

@@ -37,7 +37,6 @@ class PictureRow:
     """One scheme.
 
     Attributes:
-        name: Name of the scheme.
         kl: Mean KL divergence from the original, nats per token; above 0.
         low: Lower end of its interval; NaN without an interval.
         high: Upper end of its interval; NaN without an interval.
@@ -52,12 +51,7 @@ class PictureRow:
 
 
 def scheme_picture(rows: Sequence[PictureRow], *, notes: Sequence[str]) -> str:
-    """Return an ``<svg>`` document: a row for each scheme, and notes below.
-
-    Args:
-        rows: From top to bottom; at least one.
-        notes: Lines below the chart: what was measured, where and when.
-    """
+    """Return an ``<svg>`` document: a row for each scheme, and notes below."""
     names = max(text_width(row.name) for row in rows) + 2 * PAD
     middle = names + (_WIDTH - names) * 0.55
     values = [value for row in rows for value in (row.kl, row.low, row.high) if value > 0 and math.isfinite(value)]

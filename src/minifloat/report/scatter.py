@@ -70,20 +70,7 @@ def scatter_chart(
     width: int = 720,
     plot_height: int = 280,
 ) -> str:
-    """Return a chart of points with their names beside them; less is better on both axes.
-
-    Args:
-        points: Those that are not finite, or not above 0 on a log axis, are not drawn.
-        title: Description of the chart for readers who cannot see it.
-        x: Horizontal axis.
-        y: Vertical axis; its label is above it.
-        mark: A value of y to compare with, drawn as a dashed line, and the text at the line.
-        width: Pixels of the whole chart.
-        plot_height: Pixels between the ends of the vertical axis.
-
-    Returns:
-        An ``<svg>`` element, which says "nothing to show" if no point can be drawn.
-    """
+    """Return a chart of points with their names beside them; less is better on both axes."""
     shown = [point for point in points if _is_drawable(point.x, x) and _is_drawable(point.y, y)]
     if not shown:
         return empty(title, width)

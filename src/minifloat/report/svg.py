@@ -68,15 +68,7 @@ def empty(title: str, width: int) -> str:
 
 
 def label(x: float, y: float, text: str, anchor: str = "start", hint: str = "") -> str:
-    """Return a text element.
-
-    Args:
-        x: Pixels.
-        y: Pixels of the baseline.
-        text: Plain text.
-        anchor: Which part of the text is at `x`: ``"start"``, ``"middle"`` or ``"end"``.
-        hint: The full text for a tooltip, used only where it differs from `text`.
-    """
+    """Return a text element."""
     tooltip = f"<title>{escape(hint)}</title>" if hint not in ("", text) else ""
     place = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{px(x)}" y="{px(y)}"{place} style="fill:currentColor">{tooltip}{escape(text)}</text>'
@@ -143,16 +135,7 @@ def area(index: int, edges: Sequence[tuple[float, float, float]], to_x: PixelMap
 def polyline(
     index: int, name: str, points: Sequence[Point | None], to_x: PixelMapping, to_y: PixelMapping, marked: bool
 ) -> list[str]:
-    """Return the line of a series, interrupted where a point is None.
-
-    Args:
-        index: Index of the series: chooses colour, dashes and marker.
-        name: Name of the series, for the markers' tooltips.
-        points: Values; None is a gap.
-        to_x: The horizontal axis.
-        to_y: The vertical axis.
-        marked: Mark every point; otherwise only points without a neighbour are marked.
-    """
+    """Return the line of a series, interrupted where a point is None."""
     path: list[str] = []
     markers: list[str] = []
     for position, point in enumerate(points):
@@ -203,14 +186,7 @@ def _stroke(index: int, path: str) -> str:
 
 
 def marker(index: int, x: float, y: float, hint: str = "") -> str:
-    """Return the marker of a series: four shapes, filled for the first four series and hollow for the next four.
-
-    Args:
-        index: Index of the series.
-        x: Pixels.
-        y: Pixels.
-        hint: Text of the tooltip; none if it is empty.
-    """
+    """Return the marker of a series: four shapes, filled for the first four series and hollow for the next four."""
     inside = f"<title>{escape(hint)}</title>" if hint else ""
     style = f"stroke:{series_color(index)};fill:{series_color(index) if index % 8 < 4 else 'none'}"
     shapes = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0", "M-3 -3h6v6h-6z", "M0 -3.6L3.6 3h-7.2z", "M0 -4L4 0L0 4L-4 0z")

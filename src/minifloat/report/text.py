@@ -22,12 +22,7 @@ _KIBI = 1 << 10
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """Return the text with symbols in place of invisible characters and characters that control a terminal.
-
-    Args:
-        text: Any text.
-        lines: Keep line breaks and tabs; otherwise they become symbols too, and the result is one line.
-    """
+    """Return the text with symbols in place of invisible characters and characters that control a terminal."""
     return "".join(char if lines and char in "\n\t" else _visible(char) for char in text)
 
 

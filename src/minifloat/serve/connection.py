@@ -30,15 +30,7 @@ class ServerError(StorageError):
 
 
 class Connection:
-    """Sends requests; several threads may do so at a time.
-
-    Args:
-        url: Address of the server, with or without ``/v1`` at its end.
-        api_key: API key of the server.
-
-    Raises:
-        UsageError: If the address is none.
-    """
+    """Sends requests; several threads may do so at a time."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -50,14 +42,7 @@ class Connection:
         self._key = api_key
 
     def listed_model(self, name: str | None = None) -> dict[str, Any]:
-        """Return what the server lists about a model (``/v1/models``).
-
-        Args:
-            name: Name of the model; None: the first one. A name that is not listed is returned alone.
-
-        Raises:
-            ServerError: If the server cannot be reached, refuses, or has no model.
-        """
+        """Return what the server lists about a model (``/v1/models``)."""
         models = self.json("GET", "/v1/models").get("data")
         if not models:
             raise ServerError(f"{self.url}: the server has no model")
@@ -65,16 +50,7 @@ class Connection:
         return fitting[0] if fitting else {"id": name}
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request and return the answer, a JSON object.
-
-        Args:
-            method: "GET" or "POST".
-            path: Path below the address.
-            body: JSON values; None: no body.
-
-        Raises:
-            ServerError: If the server cannot be reached, refuses, or answers with something else.
-        """
+        """Send a request and return the answer, a JSON object."""
         with self.request(method, path, body) as response:
             text = response.read()
         try:
@@ -87,11 +63,7 @@ class Connection:
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """Send a request and give the answer, whose body may still come.
-
-        Raises:
-            ServerError: If the server cannot be reached or refuses.
-        """
+        """Send a request and give the answer, whose body may still come."""
         connection_class = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = connection_class(self._host, self._port, timeout=_TIMEOUT)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})

@@ -32,22 +32,7 @@ def open_text_model(
     packed_cache: Path | None = None,
     deterministic: bool = False,
 ) -> Engine | PreTrainedModel:
-    """Return an engine on the native decoder, or transformers' model where the decoder would compute something else.
-
-    Args:
-        folder: A model folder.
-        device: "cpu", "cuda" or "cuda:N". On a GPU transformers' model runs.
-        weight_only: Whether inputs stay as they are, whatever the checkpoint declares.
-        lm_head: Output layer, as in `Engine`.
-        activations: Inputs of quantized weights, as in `Engine`.
-        packed_cache: As in `Engine`; not used by transformers' model.
-        deterministic: As in `Engine`; transformers' model does not have it.
-
-    Raises:
-        CheckpointError: If the folder cannot be loaded.
-        KernelUnavailable: If `device` is not here, or this processor has no kernels for `activations`.
-        UsageError: If the options do not go together with the model.
-    """
+    """Return an engine on the native decoder, or transformers' model where the decoder would compute something else."""
     from minifloat.model.layouts import describe
     from minifloat.model.runtime.devices import device_named
 
@@ -91,11 +76,7 @@ def open_text_model(
 
 
 def native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterator[str]:
-    """Return an iterator over pieces of the continuation of a prompt.
-
-    Raises:
-        UsageError: If the prompt is empty and the tokenizer has no token to begin with, or it does not fit the model.
-    """
+    """Return an iterator over pieces of the continuation of a prompt."""
     tokens = engine.encode(prompt)
     if not tokens:
         raise UsageError("the prompt is empty, and the tokenizer has no token to begin a text with")

@@ -9,11 +9,7 @@ from minifloat.errors import UsageError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address, so that an address in use is an error before any slow work.
-
-    Raises:
-        UsageError: If the address cannot be bound.
-    """
+    """Return a socket bound to an address, so that an address in use is an error before any slow work."""
     name = host.strip("[]")
     bound = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -33,16 +33,6 @@ def starting(
     Another thread verifies the packed weights that are kept on disk.
     Python does not search for garbage, because imports make hundreds of thousands of objects that stay. Afterwards it
     leaves these objects out of its searches.
-
-    Args:
-        model: A folder; the packed weights of a model of the hub are verified later.
-        device: The device that the weights are for.
-        packed_cache: The folder of packed weights, as the engine's option of this name.
-        dtype: As the engine's option.
-        lm_head: As the engine's option.
-
-    Raises:
-        UsageError: If others can write to the folder of packed weights.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -63,9 +53,6 @@ def importing(module: str) -> Iterator[None]:
     """Import a module on another thread while the context loads weights, which mostly runs outside of Python.
 
     An error of the import is raised where the module is imported again.
-
-    Args:
-        module: Its full name.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -2,8 +2,8 @@
 
 transformers builds the model, calls the quantizer, fills all parameters that are left, and calls the quantizer again.
 Here the first call takes the parameters out of the model that the checkpoint has quantized. The second loads the
-checkpoint by `minifloat.model.runtime.load`, which knows every layout and family, and puts its quantized modules into their
-places. All other parameters are filled by transformers itself.
+checkpoint by `minifloat.model.runtime.load`, which knows every layout and family, and puts its quantized modules into
+their places. All other parameters are filled by transformers itself.
 """
 
 from __future__ import annotations
@@ -86,11 +86,7 @@ class MinifloatQuantizer(HfQuantizer):
         return self._theirs._process_model_before_weight_loading(model, **kwargs)
 
     def _take_out(self, model: PreTrainedModel, files: Sequence[str] | None) -> None:
-        """Take the parameters that are stored quantized out of a model on the meta device.
-
-        Raises:
-            UnreadableError: If minifloat cannot load the checkpoint.
-        """
+        """Take the parameters that are stored quantized out of a model on the meta device."""
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             raise UnreadableError("it is not a folder of safetensors")
         self._source = Path(files[0]).parent
@@ -143,11 +139,7 @@ class MinifloatQuantizer(HfQuantizer):
         return list(self._theirs.update_weight_conversions(weight_conversions, *args))
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the tensors for `save_pretrained`: those of the checkpoint where they are quantized.
-
-        Raises:
-            UsageError: If the checkpoint that the model was loaded from cannot be read any more.
-        """
+        """Return the tensors for `save_pretrained`: those of the checkpoint where they are quantized."""
         if not self._ours:
             theirs: tuple[dict[str, Tensor] | None, dict[str, str]] = self._theirs.get_state_dict_and_metadata(model)
             return theirs
@@ -173,12 +165,7 @@ class MinifloatQuantizer(HfQuantizer):
 
 
 def register(*, weight_only: bool = False) -> None:
-    """Let transformers load the layouts that minifloat reads by `MinifloatQuantizer`.
-
-    Args:
-        weight_only: Leave inputs of linears as they are where a checkpoint declares that they are quantized. It is
-            faster on a CPU, and what `minifloat serve` does there. By default they are quantized, as transformers does.
-    """
+    """Let transformers load the layouts that minifloat reads by `MinifloatQuantizer`."""
     MinifloatQuantizer.weight_only = weight_only
     quantizers: dict[str, Any] = auto.AUTO_QUANTIZER_MAPPING
     for method in READERS:

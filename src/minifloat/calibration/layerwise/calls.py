@@ -42,24 +42,14 @@ class _LastLayerReached(Exception):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of one layer for one sequence, without the hidden states.
-
-    Attributes:
-        args: Positional arguments after the hidden states.
-        kwargs: Keyword arguments.
-        named: Whether the hidden states are passed as a keyword argument.
-    """
+    """The arguments of one layer for one sequence, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     named: bool
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Return the hidden states that the layer computes from `hidden`.
-
-        Raises:
-            LayersNotSeparableError: The layer returns something else, or another shape or dtype.
-        """
+        """Return the hidden states that the layer computes from `hidden`."""
         named = {_HIDDEN_STATES: hidden} if self.named else {}
         result = layer(*(() if self.named else (hidden,)), *self.args, **named, **self.kwargs)
         output = result[0] if isinstance(result, tuple) else result
@@ -69,11 +59,7 @@ class LayerCall:
 
 
 def find_layers(model: PreTrainedModel, sites: Sites) -> str:
-    """Return the path of the module list that holds all sites.
-
-    Raises:
-        LayersNotSeparableError: No module list holds all of them.
-    """
+    """Return the path of the module list that holds all sites."""
     observed = [site.path for site in sites.linears] + [site.path for site in sites.experts]
     lengths: dict[str, int] = {
         path: len(module)
@@ -86,26 +72,14 @@ def find_layers(model: PreTrainedModel, sites: Sites) -> str:
 
 
 class Capture:
-    """Runs a model up to its last layer, with a placeholder in place of every layer.
-
-    Args:
-        model: Its layers may be on the meta device; the modules that run before the first layer may not.
-        layers: The list of layers.
-    """
+    """Runs a model up to its last layer, with a placeholder in place of every layer."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         self.model, self.layers = model, layers
         self._in_tuple = False
 
     def check(self, input_ids: Tensor) -> None:
-        """Check that the layers can be run one at a time, and find out whether they return a tuple.
-
-        Args:
-            input_ids: int64 ``[1, T]``, a sequence to test with.
-
-        Raises:
-            LayersNotSeparableError: The layers cannot be run one at a time.
-        """
+        """Check that the layers can be run one at a time, and find out whether they return a tuple."""
         try:
             _, calls_with_zeros = self._run(input_ids, torch.zeros_like)
         except LayersNotSeparableError as error:
@@ -124,24 +98,12 @@ class Capture:
         raise LayersNotSeparableError("arguments of a layer depend on what other layers computed")
 
     def run(self, input_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        """Return the hidden states that enter the first layer, and the call of each layer.
-
-        Args:
-            input_ids: int64 ``[1, T]``.
-
-        Raises:
-            LayersNotSeparableError: The model calls its layers in another way than in `check`.
-        """
+        """Return the hidden states that enter the first layer, and the call of each layer."""
         return self._run(input_ids, lambda hidden: hidden.view(hidden.shape))
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits ``[1, T, V]`` of the model whose last layer returns `hidden`.
-
-        Args:
-            input_ids: int64 ``[1, T]``.
-            hidden: ``[1, T, H]``.
-        """
+        """Return the logits ``[1, T, V]`` of the model whose last layer returns `hidden`."""
         result = (hidden,) if self._in_tuple else hidden
         with _replaced_forwards(self.layers, lambda *_, **__: result):
             output: Tensor = self.model(input_ids=input_ids, use_cache=False).logits

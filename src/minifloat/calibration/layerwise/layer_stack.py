@@ -26,24 +26,7 @@ from minifloat.model.runtime.load import Loader
 
 
 class LayerStack:
-    """The layers of a model, with the arguments that each layer is called with.
-
-    Args:
-        model: The opened model.
-        loader: Its loader, whose model has no weights yet.
-        max_memory: Bytes of weights that may be in memory at a time; None: no limit.
-
-    Attributes:
-        model: The empty model of `loader`; `weights` fills a part of it at a time.
-        device: Where the layers run.
-        sites: The linears and experts of all layers.
-        path: Path of the list of layers in the model.
-        weights: Loads one layer at a time.
-
-    Raises:
-        LayersNotSeparableError: The model has no single list of layers.
-        UsageError: A layer is larger than `max_memory`.
-    """
+    """The layers of a model, with the arguments that each layer is called with."""
 
     def __init__(self, model: CalibrationModel, loader: Loader, max_memory: int | None) -> None:
         self.model, self.device = loader.model, loader.device
@@ -63,16 +46,7 @@ class LayerStack:
     def capture(
         self, sequences: Sequence[Sequence[int]], pool: ArgumentPool, keep: Callable[[int, Tensor], None]
     ) -> list[tuple[LayerCall, ...]]:
-        """Return for each sequence the call of each layer, without running the layers.
-
-        Args:
-            sequences: Token ids of each sequence.
-            pool: Holds the arguments of the calls.
-            keep: Called with the number of each sequence and the hidden states ``[1, T, H]`` that enter layer 0.
-
-        Raises:
-            LayersNotSeparableError: The model's layers cannot be run one at a time.
-        """
+        """Return for each sequence the call of each layer, without running the layers."""
         calls_of_sequences = []
         with self.weights.before_layers():
             self._capture = capture = Capture(self.model, self._layers)
@@ -84,12 +58,7 @@ class LayerStack:
         return calls_of_sequences
 
     def logits(self, sequence: Sequence[int], hidden: Tensor) -> Tensor:
-        """Return the logits ``[T, V]`` that the model gives if its layers return `hidden` for a sequence.
-
-        Args:
-            sequence: Token ids.
-            hidden: Hidden states ``[1, T, H]`` behind the last layer, in the model's dtype.
-        """
+        """Return the logits ``[T, V]`` that the model gives if its layers return `hidden` for a sequence."""
         assert self._capture is not None  # `capture` was called
         with self.weights.before_layers():
             return self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
@@ -117,11 +86,6 @@ def run_fingerprint(loader: Loader, data: CalibrationSet, *facts: Any) -> str:
     """Return a digest of everything that the results of a run depend on.
 
     It covers the files (by size and time of change), the data, the versions of the software, and the caller's facts.
-
-    Args:
-        loader: Of the model.
-        data: The sequences that run.
-        *facts: Options of the run, as JSON values.
     """
     checkpoint = loader.checkpoint
     files = []

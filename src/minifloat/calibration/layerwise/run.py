@@ -46,22 +46,6 @@ def calibrate_layerwise(
     The result equals that of `calibration.whole.calibrate_whole` to the bit. Besides the weights, memory holds one
     sequence's activations, the statistics, and at most `storage.ARGUMENT_BYTES` of masks and position embeddings. The
     disk holds the hidden states twice: 2 * tokens * hidden size * bytes of the dtype.
-
-    Args:
-        model: The model; its weights are read again by every run.
-        data: The sequences, with the record of their origin, which the result keeps.
-        options: Its `max_memory` bounds the weights in memory, first of the embeddings and then of each layer, with the
-            copies made while they are read; None: no bound. `until_stable` is not used.
-        progress: Called after each sequence of each layer with the tokens done and the tokens in all, both times the
-            number of layers, and the current layer and sequence.
-
-    Raises:
-        UsageError: A layer, or the modules before the layers, need more than `max_memory`; names them and their size.
-        DataError: There is no sequence, an empty one, or a token id beyond the vocabulary.
-        DestinationError: The work folder holds other files, or another process uses it.
-        CheckpointError: The model cannot be loaded.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        StorageError: The system refused to read or write, for example because the disk is full.
     """
     with ExitStack() as stack:
         loader = model.loader()
@@ -96,23 +80,14 @@ def calibrate_layerwise(
 
 
 class _LayerwiseRun:
-    """One calibration run, layer by layer.
-
-    Raises:
-        LayersNotSeparableError: The model has no single list of layers.
-        UsageError: A layer is larger than `RunOptions.max_memory`.
-    """
+    """One calibration run, layer by layer."""
 
     def __init__(self, model: CalibrationModel, loader: Loader, data: CalibrationSet, options: RunOptions) -> None:
         self.stack = LayerStack(model, loader, options.max_memory)
         self.identity, self.data, self.options = model.identity, data, options
 
     def run(self, folder: WorkFolder[ActivationStats], progress: Progress | None) -> ActivationStats:
-        """Run all unfinished layers, remove the work folder, and return the statistics of all layers.
-
-        Raises:
-            LayersNotSeparableError: The model's layers cannot be run one at a time.
-        """
+        """Run all unfinished layers, remove the work folder, and return the statistics of all layers."""
         if len(folder.finished) < len(self.stack):
             with TensorFile(folder.arguments) as file:
                 pool = ArgumentPool(file, self.stack.device)

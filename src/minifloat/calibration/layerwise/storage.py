@@ -38,14 +38,7 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A file of tensors of any dtype at known locations. A context manager.
-
-    Args:
-        path: The file, no link; created if it does not exist.
-
-    Raises:
-        StorageError: The system refused an operation; the methods raise it too.
-    """
+    """A file of tensors of any dtype at known locations. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,10 +76,6 @@ class ArgumentPool:
 
     Sequences of one length share their position embeddings, and layers of one kind their masks, so there are usually
     few distinct tensors. Tensors beyond `ARGUMENT_BYTES` are written to a file.
-
-    Args:
-        file: For tensors that exceed the memory.
-        device: Where `restore` returns tensors.
     """
 
     def __init__(self, file: TensorFile, device: torch.device) -> None:

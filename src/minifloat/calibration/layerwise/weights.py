@@ -17,17 +17,7 @@ from minifloat.model.runtime.tensors import TORCH_DTYPES
 
 
 class PartialWeights:
-    """Reads the weights of one part of a model at a time, and drops them after use.
-
-    Args:
-        loader: A loader whose model has no weights yet.
-        path: Of the model's list of layers.
-        max_memory: Bytes of weights that may be in memory at a time; None: no limit.
-
-    Raises:
-        CheckpointError: The checkpoint has a tensor that the model has no parameter for.
-        UsageError: A layer does not fit; names the largest layer.
-    """
+    """Reads the weights of one part of a model at a time, and drops them after use."""
 
     def __init__(self, loader: Loader, path: str, max_memory: int | None) -> None:
         self._loader, self._path, self._max_memory = loader, path, max_memory
@@ -65,11 +55,7 @@ class PartialWeights:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Load the weights of a layer, and empty the layer afterwards.
-
-        Raises:
-            LayersNotSeparableError: A parameter of the layer has no tensor of its own.
-        """
+        """Load the weights of a layer, and empty the layer afterwards."""
         layer: nn.Module = self._layers[index]
         empty = [(module, dict(module._parameters), dict(module._buffers)) for module in layer.modules()]
         try:

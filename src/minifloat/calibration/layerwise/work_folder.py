@@ -46,21 +46,7 @@ Result = TypeVar("Result")
 
 
 class WorkFolder(Generic[Result]):
-    """The work folder, locked while it is open. A context manager; leaving it keeps the files.
-
-    Args:
-        path: The folder; created if it does not exist, in a parent folder that must exist.
-        fingerprint: A digest of everything that the result depends on; work with another fingerprint is deleted.
-        read: Returns the results of a layer from a file that `write` wrote; raises `CheckpointError` if it is damaged.
-        write: Writes the results of a layer to a file, which exists only once it is complete.
-
-    Attributes:
-        finished: The results of each finished layer, in order.
-
-    Raises:
-        DestinationError: The folder has other files in it, is a link or of another user, or another process uses it.
-        StorageError: The system refused an operation; the methods raise it too.
-    """
+    """The work folder, locked while it is open. A context manager; leaving it keeps the files."""
 
     def __init__(
         self,

@@ -20,12 +20,7 @@ _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
 
 @contextlib.contextmanager
 def hub_errors(model: Origin, *, looked_up: bool = True) -> Iterator[None]:
-    """Convert exceptions of huggingface_hub in the block to HubError, and errors of the disk to StorageError.
-
-    Args:
-        model: The model that is fetched or pushed.
-        looked_up: Whether the user may have meant a folder; messages then say that there is no such folder.
-    """
+    """Convert exceptions of huggingface_hub in the block to HubError, and errors of the disk to StorageError."""
     from huggingface_hub import constants, errors
 
     name, address = str(model), f"{constants.ENDPOINT}/{model.repo_id}"

@@ -42,7 +42,6 @@ class HubModel:
     """The current files of a model of the hub, or its copy in the cache if the hub does not answer.
 
     Attributes:
-        origin: The requested model and revision.
         sizes: Sizes of its files in bytes, by name; None if the hub did not answer.
     """
 
@@ -51,11 +50,7 @@ class HubModel:
 
     @classmethod
     def of(cls, origin: Origin) -> HubModel:
-        """Request the list of files from the hub.
-
-        Raises:
-            HubError: If there is no such model or revision, or the user may not read it.
-        """
+        """Request the list of files from the hub."""
         from huggingface_hub import HfApi, constants, errors
 
         api = HfApi(library_name="minifloat")
@@ -86,18 +81,7 @@ class HubModel:
         return None if self.sizes is None else sorted(name for name in self.sizes if "/" not in name)
 
     def fetch(self, names: Collection[str], *, show: bool = False) -> Path:
-        """Download files into the cache, except those that it already holds.
-
-        Args:
-            names: Keys of `sizes`.
-            show: Whether to show a progress bar if stderr is a terminal.
-
-        Returns:
-            The folder of the snapshot.
-
-        Raises:
-            Exception: An exception of huggingface_hub, which callers convert by `hub_errors`.
-        """
+        """Download files into the cache, except those that it already holds."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm
 
@@ -118,23 +102,7 @@ class HubModel:
 
 
 def model_folder(model: str | os.PathLike[str], *, revision: str | None = None) -> Path:
-    """Return the folder of a model; download a model of the hub into the hub's cache first.
-
-    Args:
-        model: A folder, or the id of a model of the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``. The name of an existing
-            folder, and every `Path`, is a folder.
-        revision: Branch, tag or commit of a model of the hub; by default its default branch.
-
-    Returns:
-        The folder; for a model of the hub, a snapshot in its cache. A local folder is returned unchecked.
-
-    Raises:
-        UsageError: If a folder has a revision, or an id has two different ones.
-        HubError: If the hub has no such model or refuses the request, or cannot be reached and the cache does not hold
-            the model.
-        CheckpointError: If the model has no safetensors weights; then nothing was downloaded.
-        StorageError: If the disk is full, or the operating system refuses.
-    """
+    """Return the folder of a model; download a model of the hub into the hub's cache first."""
     origin = hub_id(model, revision)
     if origin is None:
         return Path(model)

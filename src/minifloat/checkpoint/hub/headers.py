@@ -32,8 +32,6 @@ class ModelFiles:
     """Names of the files of a model, and a folder that holds its config.
 
     Attributes:
-        root: The folder, links resolved; for a model of the hub, a snapshot in the hub's cache.
-        names: Names of all files at the model's top level.
         remote: The model of the hub whose shards are not in the folder; None for a local folder.
     """
 
@@ -42,13 +40,7 @@ class ModelFiles:
     remote: HubModel | None = None
 
     def open(self) -> Checkpoint:
-        """Read and check config, index and headers, but no weights.
-
-        Raises:
-            CheckpointError: If a file is invalid.
-            HubError: If the hub refuses a request or cannot be reached.
-            StorageError: If the operating system refuses a read.
-        """
+        """Read and check config, index and headers, but no weights."""
         remote = self.remote
         if remote is None:
             return Checkpoint.open(self.root)
@@ -67,19 +59,7 @@ class ModelFiles:
 
 
 def list_model_files(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles:
-    """Return the names of the files of a model; of a model of the hub, download only config and index.
-
-    Args:
-        model: A folder or an id of the hub, as in `model_folder`.
-        revision: Revision of a model of the hub, as in `model_folder`.
-
-    Raises:
-        NotACheckpointError: If the folder does not exist.
-        UsageError: If a folder has a revision, or an id has two different ones.
-        HubError: If the hub has no such model or refuses the request, or cannot be reached and the cache does not hold
-            the model.
-        StorageError: If the operating system refuses.
-    """
+    """Return the names of the files of a model; of a model of the hub, download only config and index."""
     origin = hub_id(model, revision)
     if origin is None:
         root = resolve_folder(model)
@@ -95,19 +75,7 @@ def list_model_files(model: str | os.PathLike[str], *, revision: str | None = No
 
 
 def open_headers(model: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint by its config, index and headers, without downloading the weights of a model of the hub.
-
-    Args:
-        model: A folder or an id of the hub, as in `model_folder`.
-        revision: Revision of a model of the hub, as in `model_folder`.
-
-    Raises:
-        CheckpointError: If a file is invalid.
-        UsageError: If a folder has a revision, or an id has two different ones.
-        HubError: If the hub has no such model or refuses the request, or cannot be reached and the cache does not hold
-            the model.
-        StorageError: If the operating system refuses.
-    """
+    """Open a checkpoint by its config, index and headers, without downloading the weights of a model of the hub."""
     return list_model_files(model, revision=revision).open()
 
 

@@ -19,7 +19,6 @@ class Origin(NamedTuple):
     """A model of the hub.
 
     Attributes:
-        repo_id: ``ORG/NAME`` or ``NAME``.
         revision: A branch, tag or commit; None for the default branch.
     """
 
@@ -32,15 +31,7 @@ class Origin(NamedTuple):
 
 
 def hub_id(model: str | os.PathLike[str], revision: str | None = None) -> Origin | None:
-    """Return the model of the hub that `model` names, or None if it names a folder.
-
-    Args:
-        model: A folder or an id.
-        revision: Revision of an id without ``@REVISION``.
-
-    Raises:
-        UsageError: If a folder has a revision, or an id has two different ones.
-    """
+    """Return the model of the hub that `model` names, or None if it names a folder."""
     origin = None if isinstance(model, os.PathLike) or os.path.lexists(model) else _parse(model)
     if origin is None:
         if revision is not None:

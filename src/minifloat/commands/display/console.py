@@ -36,11 +36,7 @@ def make_console() -> Console:
 
 
 class RateColumn(ProgressColumn):
-    """How fast the work goes: bytes per second where the work is bytes, else its share per second or minute.
-
-    Args:
-        in_bytes: Whether the work is counted in bytes.
-    """
+    """How fast the work goes: bytes per second where the work is bytes, else its share per second or minute."""
 
     def __init__(self, *, in_bytes: bool) -> None:
         super().__init__()
@@ -61,13 +57,6 @@ def progress_bar(enabled: bool, *, in_bytes: bool = False) -> Iterator[ProgressC
     """Show a progress bar on standard error during the block: bar, share, rate, time, time left, what is done.
 
     rich leaves colors out where NO_COLOR is set.
-
-    Args:
-        enabled: Whether to show it on a terminal.
-        in_bytes: Whether the work is counted in bytes.
-
-    Yields:
-        A callback that moves the bar; None if it is not enabled or standard error is no terminal.
     """
     console = Console(stderr=True)
     if not enabled or not console.is_terminal:

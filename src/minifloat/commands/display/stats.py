@@ -25,18 +25,7 @@ from minifloat.report.text import layer_pattern
 
 
 def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None, *, verbose: bool) -> None:
-    """Print facts of the run, the inputs of modules, the KV cache by layer, and warnings about the scales.
-
-    Args:
-        stats: Statistics of the calibration set.
-        rule: Rule that turns statistics into scales.
-        held_out: Statistics of held-out text, with histograms; None: nothing was held out.
-        verbose: Whether to print a row per module instead of one for the same module of all layers.
-
-    Raises:
-        UsageError: If the rule, or the held-out text, needs histograms and there are none.
-        StatsError: If the held-out statistics are of another model.
-    """
+    """Print facts of the run, the inputs of modules, the KV cache by layer, and warnings about the scales."""
     summary = summarize(stats, rule, held_out)
     console = make_console()
     for name, value in run_facts(stats, rule, held_out):

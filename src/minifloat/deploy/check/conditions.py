@@ -32,13 +32,7 @@ def named(weights: Iterable[Weight], text: str = "") -> Iterator[str]:
 
 
 def kinds(*selected: Kind, layout: str | None = None, experts: bool | None = None) -> Condition:
-    """Return the condition that finds weights of these kinds.
-
-    Args:
-        *selected: The kinds.
-        layout: The only layout in which the condition holds; None: every layout.
-        experts: True: experts only; False: linears only; None: both.
-    """
+    """Return the condition that finds weights of these kinds."""
 
     def find(case: Case) -> Iterator[str]:
         if layout in (None, case.subject.layout):
@@ -48,13 +42,7 @@ def kinds(*selected: Kind, layout: str | None = None, experts: bool | None = Non
 
 
 def kinds_in_types(case: Case, *, kinds: Collection[Kind], model_types: Collection[str]) -> Iterator[str]:
-    """Weights of these kinds, in compressed-tensors, in models of these types.
-
-    Args:
-        case: The case.
-        kinds: The kinds.
-        model_types: Values of ``model_type``, of the config or of its text part.
-    """
+    """Weights of these kinds, in compressed-tensors, in models of these types."""
     is_of_type = {case.subject.model_type, case.subject.outer_type} & set(model_types)
     if is_of_type and case.subject.layout == compressed_tensors.NAME:
         yield from named(case.weights(*kinds))
@@ -86,11 +74,6 @@ def partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
     """Weights of the `fp8` layout whose last blocks are partial, where transformers would derive a wrong block size.
 
     transformers divides the shape of a weight by that of its grid of scales.
-
-    Args:
-        case: The case.
-        divisible: True: weights whose shape the grid divides evenly, so that a wrong block size is used; False: weights
-            whose shape the grid does not divide.
     """
     if case.subject.layout != fp8.NAME:
         return
@@ -251,11 +234,7 @@ def _why_not_native(case: Case) -> str:
 
 
 def _full_text_config(values: Mapping[str, Any]) -> Any:
-    """Return a text model's config with all defaults; transformers reads what `read_config` leaves to it.
-
-    Raises:
-        ConfigError: If transformers does not know the type, or refuses a value.
-    """
+    """Return a text model's config with all defaults; transformers reads what `read_config` leaves to it."""
     from minifloat.model.architecture.complete_config import read_config
 
     config = read_config(values, Path())

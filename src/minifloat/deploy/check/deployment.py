@@ -79,11 +79,7 @@ def engine_tags(reports: Reports) -> list[str]:
 
 
 def library_name(reports: Reports) -> str:
-    """Return the library in a card's metadata, which hubs show with a snippet: transformers only if it loads the model.
-
-    Args:
-        reports: Result of `check_everywhere`.
-    """
+    """Return the library in a card's metadata, which hubs show with a snippet: transformers only if it loads the model."""
     return "transformers" if loads_in(reports["transformers"]) else "minifloat"
 
 
@@ -93,12 +89,7 @@ def cell_text(report: CheckReport) -> str:
 
 
 def deployment_section(reports: Reports, model: str) -> str:
-    """Return the section as Markdown, with its markers.
-
-    Args:
-        reports: Result of `check_everywhere`.
-        model: Name of the model in the commands.
-    """
+    """Return the section as Markdown, with its markers."""
     lines = [
         BEGIN,
         "## Deployment",

@@ -21,12 +21,6 @@ class EngineKernel:
     """The kernel that an engine chooses for linears of some kinds.
 
     Attributes:
-        engine: A name in `check.target.ENGINES`.
-        hardware: Names in `plan.hardware.ENGINE_HARDWARE`.
-        kinds: Kinds of weights.
-        name: Name in the engine's log or code.
-        computes: The formats in which it multiplies.
-        confirmed: Whether the engine was observed to choose it.
         layout: Layout of the checkpoint; None: every layout that the engine reads.
     """
 

@@ -19,18 +19,7 @@ OWN = "minifloat"
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine loads a checkpoint, on which machines, and why not on the others.
-
-    Attributes:
-        engine: A name in `ENGINES`.
-        loads: Machines on which it loads.
-        degraded: Machines on which it loads with less than it promises.
-        unknown: Machines of which nothing is known.
-        wrong: Machines on which it loads and answers wrongly.
-        refused: Machines on which it does not load.
-        problem: The most frequent reason of the worst of these outcomes; empty where it loads on all machines.
-        cure: Advice on that reason; empty where there is none.
-    """
+    """Whether an engine loads a checkpoint, on which machines, and why not on the others."""
 
     engine: str
     loads: tuple[str, ...]
@@ -66,11 +55,7 @@ class EngineVerdict:
 
 
 def engine_verdicts(reports: Mapping[str, Mapping[str, CheckReport]]) -> tuple[EngineVerdict, ...]:
-    """Return a verdict for each engine.
-
-    Args:
-        reports: Engine -> machine -> report, of `check_everywhere`.
-    """
+    """Return a verdict for each engine."""
     return tuple(_verdict(engine, by_machine) for engine, by_machine in reports.items())
 
 

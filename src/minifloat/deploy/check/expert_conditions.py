@@ -47,12 +47,7 @@ def experts_of_several_elements(case: Case) -> Iterator[str]:
 
 
 def single_experts(case: Case, *, reader: Callable[[Case], bool]) -> Iterator[str]:
-    """Single experts of a model that stores experts fused when it is not quantized.
-
-    Args:
-        case: The case.
-        reader: Whether the engine makes its experts of single ones for this model.
-    """
+    """Single experts of a model that stores experts fused when it is not quantized."""
     experts = [weight for weight in case.weights(experts=True) if case.subject.family.single_expert(weight.module)]
     if experts and not reader(case):
         yield from named(experts)

@@ -176,14 +176,7 @@ def check_checkpoint(
 
 
 def require_loadable(checkpoint: Checkpoint, plan: QuantizationPlan, target: str | Target) -> tuple[str, ...]:
-    """Raise an error if the target's engine would refuse the output of a plan or answer wrongly.
-
-    Returns:
-        Notes on findings that degrade the checkpoint or whose effect is not known.
-
-    Raises:
-        UsageError: The engine would; the message names the rule, the modules and the cure.
-    """
+    """Raise an error if the target's engine would refuse the output of a plan or answer wrongly."""
     parsed_target = Target.parse(target) if isinstance(target, str) else target
     return judge(
         str(checkpoint.path), plan.scheme.name, Case(Subject.of_plan(checkpoint, plan), parsed_target)

@@ -44,12 +44,7 @@ class Case:
         return self.target.tp
 
     def weights(self, *kinds: Kind, experts: bool | None = None) -> tuple[Weight, ...]:
-        """Return the quantized weights of these kinds.
-
-        Args:
-            *kinds: Kinds to select; none: all kinds.
-            experts: True: experts only; False: linears only; None: both.
-        """
+        """Return the quantized weights of these kinds."""
         return tuple(
             weight
             for weight in self.subject.quantized
@@ -63,20 +58,7 @@ Condition = Callable[[Case], Iterable[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingRule:
-    """The behaviour of an engine on checkpoints that meet a condition.
-
-    Attributes:
-        name: Unique name.
-        hardware: Names in `plan.hardware.ENGINE_HARDWARE`.
-        verdict: Outcome of loading.
-        condition: Decides whether the rule applies, and names the weights or settings at fault.
-        problem: The problem, as a message to the user.
-        cure: Advice to the user; empty where nothing need be done.
-        source: File and function of the engine's version in `ENGINES`, or a thread, that the rule was read from.
-        confirmed_with: Engine and machine on which loading a checkpoint confirmed the behaviour; empty where the rule
-            comes from the source alone.
-        lifted_by: Plugin of the engine that computes the linears at fault; with it, the rule is about experts alone.
-    """
+    """The behaviour of an engine on checkpoints that meet a condition."""
 
     name: str
     hardware: tuple[str, ...]
@@ -91,16 +73,7 @@ class LoadingRule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that applies to a case.
-
-    Attributes:
-        rule: Name of the rule.
-        verdict: Outcome of loading.
-        problem: The problem, as a message to the user.
-        cure: Advice to the user; empty where nothing need be done.
-        source: Where the rule was read, and how it was confirmed.
-        evidence: The modules, sizes or settings that the rule applies to.
-    """
+    """A rule that applies to a case."""
 
     rule: str
     verdict: LoadVerdict
@@ -111,12 +84,7 @@ class Finding:
 
 
 def apply_rules(rules: Iterable[LoadingRule], case: Case) -> Iterator[Finding]:
-    """Yield a finding for each rule that applies to a case, in the order of the rules.
-
-    Args:
-        rules: The rules of the case's engine.
-        case: The checkpoint and its target.
-    """
+    """Yield a finding for each rule that applies to a case, in the order of the rules."""
     for rule in rules:
         if case.target.hardware.name not in rule.hardware:
             continue

@@ -20,12 +20,7 @@ def engine_rows(reports: Reports) -> list[list[str]]:
 
 
 def engines_section(reports: Reports, model: str) -> str:
-    """Return the section about the engines that load the checkpoint.
-
-    Args:
-        reports: Result of `check_everywhere`.
-        model: Name of the model in the command.
-    """
+    """Return the section about the engines that load the checkpoint."""
     reasons = _reasons(reports)
     return section(
         "Where it loads",

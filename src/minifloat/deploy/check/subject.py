@@ -84,8 +84,6 @@ class Weight:
     """A linear or an expert.
 
     Attributes:
-        module: Module name.
-        shape: ``(N, K)``.
         spec: How the weight is quantized; None: it is not quantized.
         activation: How its inputs are quantized; None: they are not quantized.
     """
@@ -117,17 +115,7 @@ class Subject:
 
     Attributes:
         layout: Name by `minifloat.model.layouts.describe`; None for a model that is not quantized.
-        model_type: From the config.
-        heads: Number of attention heads, 0 where the config does not say.
-        kv_heads: Number of key-value heads, 0 where the config does not say.
-        config: The language model's part of config.json.
-        weights: Linears and experts of the decoder layers, and an untied lm_head, quantized or not.
         kv: How the checkpoint declares the KV cache to be quantized; None: it does not.
-        kv_scales: Whether the checkpoint has scales for the KV cache.
-        misnamed: Whether it declares quant_method `mxfp4` and has none of gpt-oss' fused experts.
-        outer_type: ``model_type`` of the whole config, which differs in a multimodal model.
-        head_named: Whether a config group of compressed-tensors targets lm_head by name or pattern, not by class alone.
-        unlisted_experts: Fused experts in 16 bits that a config group of compressed-tensors targets by class.
     """
 
     layout: str | None
@@ -169,12 +157,7 @@ class Subject:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Subject:
-        """Describe a checkpoint on disk.
-
-        Raises:
-            CheckpointError: The quantization_config cannot be understood.
-            TensorError: The shapes of codes and scales do not match.
-        """
+        """Describe a checkpoint on disk."""
         method = (checkpoint.quantization_config or {}).get("quant_method")
         if method == "mxfp4" and not any(name.endswith("_blocks") for name in checkpoint.tensors):
             return _subject(checkpoint, gpt_oss.NAME, (), misnamed=True)

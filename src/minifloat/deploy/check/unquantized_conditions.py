@@ -37,13 +37,7 @@ def indexer_scores(case: Case) -> Iterator[str]:
 
 
 def draft_projection(case: Case, *, leaves: Collection[str], except_types: Collection[str] = ()) -> Iterator[str]:
-    """The projection of embedding and hidden state in layers of multi-token prediction.
-
-    Args:
-        case: The case.
-        leaves: Last parts of its name.
-        except_types: Values of ``model_type`` for which the engine builds it quantized.
-    """
+    """The projection of embedding and hidden state in layers of multi-token prediction."""
     if case.subject.model_type not in except_types:
         yield from named(
             weight
@@ -63,12 +57,7 @@ def selective_state_space(case: Case) -> Iterator[str]:
 
 
 def routers(case: Case, *, except_types: Collection[str]) -> Iterator[str]:
-    """Routers of mixtures and gates of shared experts.
-
-    Args:
-        case: The case.
-        except_types: Values of ``model_type`` for which the engine builds the router quantized.
-    """
+    """Routers of mixtures and gates of shared experts."""
     for weight in case.subject.quantized:
         info = TensorInfo(f"{weight.module}.weight", "BF16", weight.shape, "", 0, 0)
         if role_of(info, case.subject.family) is not Role.ROUTER:

@@ -29,11 +29,7 @@ LINEAR_KERNELS: dict[Kind, str] = {
 
 
 def is_tested(version: str) -> bool:
-    """Return whether the plugin was tested with a version of vLLM.
-
-    Args:
-        version: ``vllm.__version__``, with or without a local part.
-    """
+    """Return whether the plugin was tested with a version of vLLM."""
     return version.partition("+")[0] in TESTED_VERSIONS
 
 

@@ -20,10 +20,6 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        name: Name by the driver.
-        memory: Bytes.
-        driver: Version of the driver.
-        capability: Compute capability, such as ``"9.0"``.
         hardware: Its name for `check` and `plan`; None: the tables do not have it.
     """
 

@@ -36,19 +36,9 @@ class Machine:
     """What a machine has, of what matters to quantizing and serving.
 
     Attributes:
-        processor: Its name.
-        cores: Processors that this process may be scheduled on.
         cpu_quota: Processors' worth of time that control groups allow; None without a limit.
-        threads: Threads that the kernels use at most.
-        openmp: Paths of the OpenMP runtimes that are loaded.
-        instruction_sets: What the native kernels can use here, fastest first; empty without the native library.
         instruction_set: The one in use; None without the native library.
-        not_built: The fastest that the processor has, where the native library was built without it; else empty.
-        kernels_missing: Why there is no native library; empty where there is one.
-        memory: Bytes of memory.
-        memory_free: Bytes that can be used now.
         memory_limit: Bytes that control groups allow; None without a limit.
-        disk_free: Bytes free in the current folder.
         huge_pages: "always", "madvise" or "never"; None where the system does not say.
     """
 

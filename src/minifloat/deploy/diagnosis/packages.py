@@ -30,13 +30,7 @@ _ENGINES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A range of versions of a package that is known to fail.
-
-    Attributes:
-        package: Its name.
-        below: The first version that works.
-        effect: What fails.
-    """
+    """A range of versions of a package that is known to fail."""
 
     package: str
     below: tuple[int, ...]

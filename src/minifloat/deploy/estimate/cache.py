@@ -25,12 +25,7 @@ class CacheLayer:
     """The KV cache of one layer.
 
     Attributes:
-        heads: Key-value heads, which tensor parallelism divides; 0: one latent, of which every device has a copy.
-        width: Elements per token and head (key and value), or per token of the latent.
-        operations: Operations of attention per token that is attended to, over all heads of queries.
         window: Number of tokens that are kept; None: all, 0: none.
-        state: Bytes of the state of a sequence, which tensor parallelism divides.
-        state_operations: Operations per token that update and read the state.
     """
 
     heads: int

@@ -33,15 +33,7 @@ def tensors_of(config: Mapping[str, Any], folder: Path) -> tuple[OutputTensor, .
 
 
 def derive_tensors(config: Mapping[str, Any], folder: Path) -> tuple[tuple[OutputTensor, ...], str]:
-    """Return all tensors of a model, in the order of its layers, and a sentence about those that are left out.
-
-    Args:
-        config: The content of config.json.
-        folder: The folder of the config, for messages.
-
-    Raises:
-        ConfigError: A field is missing or is no size, or transformers does not know the architecture.
-    """
+    """Return all tensors of a model, in the order of its layers, and a sentence about those that are left out."""
     _refuse_huge(Fields(text_config(config), folder))
     if is_known(config) and text_config(config) is config:
         return _known_tensors(config, folder), ""

@@ -30,17 +30,7 @@ _NO_PEAKS: Mapping[ElementFormat, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class HardwareGeneration:
-    """A generation of processors, which decides whether an engine has a kernel for a format.
-
-    Attributes:
-        name: Vendor and architecture.
-        vendor: ``"cpu"``, ``"nvidia"`` or ``"amd"``.
-        capability: CUDA's compute capability as engines write it (90 is 9.0); of AMD the digits of gfx94x; 0 of a CPU.
-        arithmetic: Quantized formats that it multiplies; weights in other formats are converted to 16 bits first.
-        amx: Whether it is a CPU that multiplies tiles (Intel's AMX: Xeon since Sapphire Rapids; no AMD).
-        fnuz: Whether its E4M3 is the variant with bias 8 and no negative zero, half of OCP's E4M3 for the same code:
-            engines convert codes and scales when they load.
-    """
+    """A generation of processors, which decides whether an engine has a kernel for a format."""
 
     name: str
     vendor: str
@@ -61,18 +51,7 @@ _CDNA_4 = HardwareGeneration("AMD CDNA 4", "amd", 95, (E4M3, E2M1))
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of a kind of machine.
-
-    Attributes:
-        name: Name on the command line.
-        title: Product, memory and architecture.
-        memory: Bytes; 0: unknown.
-        bandwidth: Bytes per second that memory is read with; 0: unknown.
-        peaks: Format -> operations per second (a multiplication and an addition are two), dense, accumulated in
-            float32; formats that it does not multiply are missing. Empty: unknown, so that nothing bounds arithmetic.
-        source: Where memory, bandwidth and peaks come from.
-        generation: HardwareGeneration of its processor, which decides which kernels engines have for it.
-    """
+    """One device of a kind of machine."""
 
     name: str
     title: str
@@ -152,19 +131,7 @@ ENGINE_HARDWARE = {name: _TABLE[name] for name in (CPU, "cpu-no-amx", "a100", "l
 
 
 def get_hardware(name: str, *, bandwidth: float | None = None, peak: float | None = None) -> Hardware:
-    """Return the device of a name.
-
-    Args:
-        name: A name of `PLANNED_HARDWARE`. For ``cpu`` the memory is this machine's. So are bandwidth and peak, which
-            are measured (half a second together) unless they are given.
-        bandwidth: Bytes per second in place of the data sheet's or the measured figure.
-        peak: BF16 operations per second in place of the data sheet's; other formats keep their ratio to it.
-
-    Raises:
-        UnknownNameError: The name is unknown; the message lists the known names.
-        UsageError: `bandwidth` or `peak` is not positive.
-        KernelUnavailable: ``cpu`` without a bandwidth, and no native library to measure it with.
-    """
+    """Return the device of a name."""
     for option, value in (("bandwidth", bandwidth), ("peak", peak)):
         if value is not None and not value > 0:
             raise UsageError(f"{option}: expected a positive number, got {value}")

@@ -30,13 +30,7 @@ class KnownLoss:
     """The loss of one scheme, as it was measured on one model and one text.
 
     Attributes:
-        scheme: Name of the scheme.
-        model: Name of the model.
-        ppl_increase: Relative increase of perplexity; 0.01 is 1%.
         kl: Mean KL divergence in nats per token; None: not measured.
-        section: Heading in docs/results.md with the command, the machine and the other texts.
-        text: Name of the text; all rows have the same.
-        date: Day of the measurement.
     """
 
     scheme: str

@@ -40,16 +40,7 @@ def activation_bytes(shape: ModelShape, context: int, batch: int, gpus: int) -> 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device that holds a model.
-
-    Attributes:
-        hardware: The device.
-        keep_free: Share of its memory for everything that is not counted, 0 .. 1.
-        shape: Sizes of the model.
-        weights: Bytes of the weights on it.
-        element: Element format of the KV cache.
-        gpus: Number of devices that share the model.
-    """
+    """The memory of one device that holds a model."""
 
     hardware: Hardware
     keep_free: float
@@ -86,16 +77,7 @@ class DeviceMemory:
 
 
 def devices_needed(shape: ModelShape, more_than: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the smallest number of devices that can share a model by tensor parallelism and hold it.
-
-    Args:
-        shape: Sizes of the model; its heads decide which numbers can share it.
-        more_than: A number of devices that is too small.
-        fits: Whether a number of devices holds it.
-
-    Returns:
-        The number; None: no number up to `MOST_DEVICES` does.
-    """
+    """Return the smallest number of devices that can share a model by tensor parallelism and hold it."""
     for number in range(more_than + 1, MOST_DEVICES + 1):
         try:
             check_parallel(shape, number)

@@ -38,17 +38,6 @@ def meta_tensors(config: PreTrainedConfig, dtype: str, folder: Path) -> tuple[tu
 
     Where a library that the towers of a multimodal model need is not installed, the tensors are those of its language
     model.
-
-    Args:
-        config: The config of the whole model.
-        dtype: Dtype of the parameters, such as ``"bfloat16"``.
-        folder: The folder of the config, for messages.
-
-    Returns:
-        The tensors, and a sentence about those that are left out; empty if they are complete.
-
-    Raises:
-        ConfigError: transformers cannot build the model.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -75,19 +64,7 @@ def meta_tensors(config: PreTrainedConfig, dtype: str, folder: Path) -> tuple[tu
 
 
 def meta_caches(config: PreTrainedConfig, heads: int, folder: Path) -> tuple[tuple[CacheLayer, ...], str]:
-    """Return the cache of every layer that keeps one, as a pass of transformers' code fills it.
-
-    Args:
-        config: The language model's part of the config.
-        heads: Number of query heads; 0: unknown, so that no operations of attention are counted.
-        folder: The folder of the config, for messages.
-
-    Returns:
-        The layers, and a sentence about what they leave out; empty if they are complete.
-
-    Raises:
-        ConfigError: transformers cannot build the model, or cannot run it without weights.
-    """
+    """Return the cache of every layer that keeps one, as a pass of transformers' code fills it."""
     import torch
 
     model = _build(config, "bfloat16", folder, text_only=True)

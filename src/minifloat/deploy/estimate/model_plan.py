@@ -15,15 +15,7 @@ from minifloat.report.short import ShortReport
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A KV cache in one format.
-
-    Attributes:
-        element: Name of the format.
-        per_token: Bytes of one more token while no window is full, over all devices, copies not counted.
-        per_sequence: Bytes of a sequence of the planned context.
-        total: Bytes of the planned batch.
-        device: Bytes of the planned batch on one device.
-    """
+    """A KV cache in one format."""
 
     element: str
     per_token: int
@@ -37,27 +29,11 @@ class SchemePlan:
     """The model under one scheme.
 
     Attributes:
-        scheme: Name of the scheme; ``"bf16"`` is the model as it is.
-        weights: Bytes of the checkpoint's tensors, exactly as `quantize` writes them.
-        device_weights: Bytes of weights on one device.
-        cache: Bytes of the KV cache and states on one device.
         activations: Estimated bytes of activations on one device.
-        taken: Sum of `device_weights`, `cache` and `activations`.
-        fits: Whether `taken` is at most `ModelPlan.usable`.
         needed_gpus: Smallest number of devices that hold the planned batch, if it does not fit; None: it fits, or no
             number that can share the model does, or the machine is a CPU.
-        largest_batch: Number of sequences of the planned context that fit; 0: none.
-        largest_batch_fp8: Number of sequences that fit with an FP8 KV cache.
-        largest_context: Tokens that each sequence of the planned batch may have; 0: the batch does not fit.
-        arithmetic: Name of the format in which quantized weights are multiplied on this hardware.
-        decode: The least time of a decode step.
-        prefill: The least time of one prompt of the planned context.
         overtaken_from: The batch from which the W8A8 scheme `ModelPlan.overtaking` decodes faster; None: it never does
             (keys and values keep the step memory-bound), or this scheme multiplies in FP8 itself.
-        linears_overtaken_from: `overtaken_from` for a step without attention, in tokens of a step, including those of
-            prompts.
-        commands: Commands that make and serve the checkpoint.
-        losses: What was measured of the scheme's loss, on other models than this one; empty: nothing.
     """
 
     scheme: str

@@ -37,14 +37,8 @@ class ModelSource:
     """A model as its headers or its config describe it.
 
     Attributes:
-        path: The folder with the config, with links resolved.
-        config: The content of config.json.
         quantization_config: How its weights are quantized; None for an unquantized model.
-        tensors: Tensors by name, one for all repeated tensors.
-        copies: Name -> the number of tensors that it represents, itself included.
         stored: The weights of a model that is already quantized; None: it is not quantized, or has no weights.
-        estimated: Whether the tensors were derived from the config.
-        notes: Sentences about what the tensors leave out.
     """
 
     path: Path
@@ -69,17 +63,7 @@ class ModelSource:
 
 
 def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelSource:
-    """Read the config, and the headers of a model that has weights.
-
-    Args:
-        model: A folder, or a model of the hub, whose weights stay there.
-        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
-
-    Raises:
-        HubError: The hub has no such model, refuses it, or cannot be reached.
-        CheckpointError: The files are damaged, or are no checkpoint.
-        StorageError: The system refuses a read.
-    """
+    """Read the config, and the headers of a model that has weights."""
     files = list_model_files(model, revision=revision)
     root = files.root
     if any(is_weights(name) for name in files.names):

@@ -152,11 +152,8 @@ class _Candidate:
     """The model under one scheme.
 
     Attributes:
-        name: Name of the scheme, or `KEEP`.
         scheme: The scheme; None: the model as it is.
         weigh: Gives the bytes and multiplications of the weights, by the number of devices that share them.
-        weights: Those of the planned number.
-        needs_quantize: Whether `minifloat quantize` has yet to write it.
     """
 
     name: str

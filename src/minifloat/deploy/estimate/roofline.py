@@ -18,13 +18,7 @@ from minifloat.numerics.formats import ElementFormat
 
 
 def step_bytes(weights: float, batch: int, cache: float) -> float:
-    """Return the bytes that a decode step reads: the weights once, and the keys and values of every sequence.
-
-    Args:
-        weights: Bytes of the weights that the step multiplies with.
-        batch: Number of sequences.
-        cache: Bytes of keys, values and states of one sequence, states twice: they are read and written.
-    """
+    """Return the bytes that a decode step reads: the weights once, and the keys and values of every sequence."""
     return weights + batch * cache
 
 
@@ -39,13 +33,7 @@ def experts_read(experts: int, experts_per_token: int, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes and operations of one step on one device.
-
-    Attributes:
-        nbytes: Bytes read from and written to memory.
-        operations: Format of the arithmetic -> operations in it; a multiplication and an addition are two.
-        tokens: Tokens that the step computes, over all devices.
-    """
+    """Bytes and operations of one step on one device."""
 
     nbytes: float
     operations: Mapping[ElementFormat, float]
@@ -57,7 +45,6 @@ class Bound:
     """The least time of a step.
 
     Attributes:
-        cost: Bytes and operations of the step.
         memory_seconds: Time of its bytes at the bandwidth.
         compute_seconds: Time of its operations at the peaks; None where the peaks are unknown.
     """

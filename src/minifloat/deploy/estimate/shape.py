@@ -43,16 +43,7 @@ class ModelShape:
     """Sizes of a decoder.
 
     Attributes:
-        hidden: Width of the residual stream.
-        heads: Number of query heads.
-        query_dim: Width of a head of queries and keys.
-        inner: Inner width of the MLP; of a mixture, the sum over the experts that a token visits.
-        vocab: Number of tokens in the vocabulary.
         positions: Tokens of the longest sequence; None: the config does not say.
-        experts: Number of routed experts of a layer; 0: the model is no mixture.
-        experts_per_token: Number of routed experts that a token visits.
-        cache: The cache of each layer.
-        notes: Sentences about what is not counted, or not certain.
     """
 
     hidden: int
@@ -73,12 +64,7 @@ class ModelShape:
 
 
 class Fields:
-    """The language model's part of a config, with errors that name the file and the field.
-
-    Args:
-        config: That part: of config.json, or as transformers' class completes it.
-        folder: The folder of the config.
-    """
+    """The language model's part of a config, with errors that name the file and the field."""
 
     def __init__(self, config: Mapping[str, Any] | PreTrainedConfig, folder: Path) -> None:
         self._config = config
@@ -97,22 +83,14 @@ class Fields:
         return ConfigError(self._path, problem)
 
     def size(self, *names: str) -> int:
-        """Return the first of these fields that the config has.
-
-        Raises:
-            ConfigError: All are missing, or the field is no positive integer.
-        """
+        """Return the first of these fields that the config has."""
         size = self.optional(*names)
         if size is None:
             raise self.error(f"{names[0]} is missing: the sizes of this architecture are unknown")
         return size
 
     def optional(self, *names: str) -> int | None:
-        """Return the first of these fields that the config has, or None.
-
-        Raises:
-            ConfigError: The field is no positive integer.
-        """
+        """Return the first of these fields that the config has, or None."""
         for name in names:
             value = self.get(name)
             if value is None:
@@ -132,15 +110,7 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
-    """Return the sizes of a model.
-
-    Args:
-        config: The content of config.json.
-        folder: Its folder, for messages.
-
-    Raises:
-        ConfigError: A field is no size, or contradicts another.
-    """
+    """Return the sizes of a model."""
     if is_known(config):
         fields = Fields(text_config(config), folder)
         return _shape(fields, _conventional_caches(fields), ())
@@ -234,11 +204,7 @@ def head_size(fields: Fields) -> int | None:
 
 
 def _number_of_layers(fields: Fields) -> int:
-    """Return the number of layers.
-
-    Raises:
-        ConfigError: It is missing, or larger than that of any model.
-    """
+    """Return the number of layers."""
     layers = fields.size("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise fields.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, found {layers}")

@@ -45,17 +45,7 @@ def decode_cost(
     batch: int,
     gpus: int,
 ) -> StepCost:
-    """Return the cost of one new token for each of `batch` sequences, on one of `gpus` devices.
-
-    Args:
-        weights: Bytes and multiplications of the weights.
-        shape: Sizes of the model.
-        element: Format in which quantized weights are multiplied.
-        cache: Element format of the KV cache.
-        context: Tokens of each sequence.
-        batch: Number of sequences.
-        gpus: Number of devices.
-    """
+    """Return the cost of one new token for each of `batch` sequences, on one of `gpus` devices."""
     touched = experts_read(shape.experts, shape.experts_per_token, batch) if shape.experts else 0.0
     read = weights.fixed + weights.routed * touched
     attention = attention_operations(shape.cache, context) / gpus
@@ -70,16 +60,7 @@ def decode_cost(
 def prefill_cost(
     weights: Weights, shape: ModelShape, element: ElementFormat, cache: ElementFormat, context: int, gpus: int
 ) -> StepCost:
-    """Return the cost of the prefill of one prompt of `context` tokens in one step, which writes the caches once.
-
-    Args:
-        weights: Bytes and multiplications of the weights.
-        shape: Sizes of the model.
-        element: Format in which quantized weights are multiplied.
-        cache: Element format of the KV cache.
-        context: Tokens of the prompt.
-        gpus: Number of devices.
-    """
+    """Return the cost of the prefill of one prompt of `context` tokens in one step, which writes the caches once."""
     touched = experts_read(shape.experts, shape.experts_per_token, context) if shape.experts else 0.0
     written = cache_bytes(shape.cache, context, cache, gpus) + state_bytes(shape.cache, gpus)
     nbytes = weights.fixed + weights.routed * touched + written
@@ -90,16 +71,7 @@ def prefill_cost(
 def _operations(
     weights: Weights, shape: ModelShape, element: ElementFormat, tokens: int, sampled: int, attention: float
 ) -> Mapping[ElementFormat, float]:
-    """Return operations by format; attention, lm_head, routers and unquantized weights are multiplied in BF16.
-
-    Args:
-        weights: Bytes and multiplications of the weights.
-        shape: Sizes of the model.
-        element: Format in which quantized weights are multiplied.
-        tokens: Tokens that pass through all layers.
-        sampled: Tokens whose logits are computed.
-        attention: Operations of attention.
-    """
+    """Return operations by format; attention, lm_head, routers and unquantized weights are multiplied in BF16."""
     share = shape.experts_per_token / shape.experts if shape.experts else 0.0
     low = _OPERATIONS * tokens * (weights.quantized + weights.quantized_routed * share)
     high = _OPERATIONS * (tokens * (weights.plain + weights.plain_routed * share) + sampled * weights.head) + attention

@@ -39,15 +39,8 @@ class Weights:
     """Bytes of a model's weights under one scheme, and their multiplications: elements of matrices, per token.
 
     Attributes:
-        total: Bytes of all tensors, over all devices once.
-        device: Bytes on one device.
         fixed: The bytes of `device` that every decode step reads; lookup tables are not among them.
         routed: The bytes of `device` that belong to routed experts.
-        quantized: Multiplications with quantized weights other than routed experts.
-        quantized_routed: Multiplications with all quantized routed experts.
-        plain: Multiplications with weights in 16 bits or more, other than lm_head and routed experts.
-        plain_routed: Multiplications with all routed experts in 16 bits or more.
-        head: Multiplications with lm_head, which a prompt needs for its last token only.
     """
 
     total: int = 0
@@ -63,23 +56,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Counts:
-    """Number of parameters of the model, in whatever format they are stored.
-
-    Attributes:
-        total: All parameters.
-        active: Parameters that a token is computed with: of routed experts, only those that it visits.
-    """
+    """Number of parameters of the model, in whatever format they are stored."""
 
     total: int
     active: int
 
 
 def check_parallel(shape: ModelShape, gpus: int) -> None:
-    """Raise an error for a number of devices that engines refuse.
-
-    Raises:
-        UsageError: The devices cannot share the heads.
-    """
+    """Raise an error for a number of devices that engines refuse."""
     if gpus < 1:
         raise UsageError(f"gpus: expected at least 1, got {gpus}")
     if gpus > 1 and not shape.heads:
@@ -91,13 +75,7 @@ def check_parallel(shape: ModelShape, gpus: int) -> None:
 
 
 def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: ModelShape) -> Counts:
-    """Return the number of parameters of a model.
-
-    Args:
-        tensors: Plans of its tensors.
-        copies: Name of a source tensor -> the number of tensors that it represents.
-        shape: Sizes of the model.
-    """
+    """Return the number of parameters of a model."""
     total = routed = 0
     for tensor in tensors:
         shapes: list[tuple[int, ...]] = [part.shape for part in tensor.parts] or [tensor.source.shape]
@@ -111,15 +89,7 @@ def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: Model
 def weigh(
     tensors: Iterable[TensorPlan], copies: Mapping[str, int], layout: WriteLayout, shape: ModelShape, gpus: int
 ) -> Weights:
-    """Return the bytes and multiplications of a model's weights.
-
-    Args:
-        tensors: Plans of its tensors; tensors without parts are copied.
-        copies: Name of a source tensor -> the number of tensors that it represents.
-        layout: Layout of the output, which decides the sizes of codes and scales.
-        shape: Sizes of the model.
-        gpus: Number of devices that share the model.
-    """
+    """Return the bytes and multiplications of a model's weights."""
     tensors = tuple(tensors)
     tied = not any(tensor.role is Role.LM_HEAD for tensor in tensors)
     sums = dict.fromkeys(Weights.__dataclass_fields__, 0)

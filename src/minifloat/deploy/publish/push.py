@@ -130,11 +130,7 @@ def push_checkpoint(
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the sizes in bytes of the files of the checkpoint, by name.
-
-    Raises:
-        UnsafeFileError: If the link of a file leads out of the folder, or a file is not a regular file.
-    """
+    """Return the sizes in bytes of the files of the checkpoint, by name."""
     present = set(list_folder(checkpoint.path))
     names = {*checkpoint.shards, *checkpoint.sidecars(), *(name for name in _NAMED if name in present)}
     files = {}
@@ -198,17 +194,7 @@ class _Card:
 
 
 def _completed_card(checkpoint: Checkpoint, options: Mapping[str, str], *, quantized: bool) -> _Card:
-    """Return the card of a checkpoint, completed with metadata that it lacks.
-
-    Args:
-        checkpoint: The checkpoint.
-        options: Metadata from the caller.
-        quantized: Whether the checkpoint is quantized and so needs a base model.
-
-    Raises:
-        CheckpointError: If there is no card, or its metadata cannot be read.
-        UsageError: If required metadata is still missing, or the card contradicts `options`.
-    """
+    """Return the card of a checkpoint, completed with metadata that it lacks."""
     card = _Card.read(checkpoint.path)
     path, metadata = checkpoint.path / CARD_FILE, card.metadata
     for key, value in options.items():

@@ -85,11 +85,7 @@ class DeviceLayer:
 
 @dataclass(frozen=True, eq=False)
 class DeviceDecoder:
-    """A model, from token ids to logits; fields as in `minifloat.kernels.decoder.Decoder`.
-
-    Attributes:
-        rotary: Result of `minifloat.kernels.paged.rotary_table` for the positions of the longest sequence.
-    """
+    """A model, from token ids to logits; fields as in `minifloat.kernels.decoder.Decoder`."""
 
     dtype: torch.dtype
     kv_heads: int
@@ -131,13 +127,7 @@ class DeviceDecoder:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Several consecutive tokens of one sequence.
-
-    Attributes:
-        rows: Rows of the tokens in the step.
-        start: Position of the first token.
-        blocks: int32: blocks of the sequence up to the last token.
-    """
+    """Several consecutive tokens of one sequence."""
 
     rows: slice
     start: int
@@ -151,7 +141,6 @@ class Inputs:
     Attributes:
         rows: int32 ``[T, 3]``: token, position, and slot of its key and value: block times `BLOCK_TOKENS` plus row.
         tables: int32 ``[D, W]``: the blocks of the sequences of the first D tokens, as `attend` takes them.
-        pieces: The other tokens.
         logits: Integers ``[R]``: the tokens whose logits are returned; None: all.
     """
 
@@ -165,9 +154,6 @@ def step(decoder: DeviceDecoder, cache: PagedCache, inputs: Inputs) -> Tensor:
     """Put new tokens into the cache and compute logits.
 
     Nothing here waits for the device. Without `pieces` the work depends on shapes only, not on values.
-
-    Returns:
-        ``[R, vocab]`` in the model's dtype.
     """
     tokens, positions, slots = inputs.rows.unbind(1)
     x = decoder.embedding[tokens].float()
@@ -212,22 +198,7 @@ def build_device_decoder(
     lm_head: WeightSpec | None,
     inputs: FP8Inputs | None = None,
 ) -> DeviceDecoder:
-    """Read the weights of a model, and put those side by side that the same input is multiplied with.
-
-    Args:
-        blueprint: The structure of a model that `why_not_on_device` has nothing against.
-        weights: Its weights, on the device.
-        positions: Tokens of the longest sequence.
-        impl: "auto": quantized weights that have no kernel on the device are dequantized, with a warning. "reference":
-            all are. Another: a weight without a kernel is an error.
-        lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
-        inputs: Makes the weights that many rows are multiplied with in FP8; None: no inputs are quantized.
-
-    Raises:
-        KernelUnavailable: If a weight has no kernel, and `impl` asks for one; or inputs in FP8 are asked for and no
-            weight can have them.
-        TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
-    """
+    """Read the weights of a model, and put those side by side that the same input is multiplied with."""
     plan = blueprint.plan
     attention = plan.layers[0].attention
     builder = _Builder(blueprint, weights, impl, inputs)
@@ -287,12 +258,7 @@ class _Builder:
         return self._weights.tensor(plan.weight).float().contiguous()
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> FusedLinear:
-        """Return the last linear.
-
-        Args:
-            tied: The embedding, if that is also the weight of this linear.
-            quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
-        """
+        """Return the last linear."""
         plan = self._blueprint.plan.lm_head
         weight = self._weights.matrix(plan.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
@@ -327,16 +293,7 @@ class _Builder:
     def _held(
         self, weight: Tensor | QuantizedTensor, name: str, plans: Sequences[LinearPlan] = ()
     ) -> Tensor | QuantizedWeight:
-        """Return a weight in the form of the device's kernels, or dequantized.
-
-        Args:
-            weight: The weight.
-            name: Its name in messages.
-            plans: The linears that it consists of, whose inputs may be quantized.
-
-        Raises:
-            KernelUnavailable: If no kernel multiplies the weight, and the kernels were asked for.
-        """
+        """Return a weight in the form of the device's kernels, or dequantized."""
         if isinstance(weight, Tensor):
             return weight
         module = QuantizedWeight(weight, self._blueprint.dtype)

@@ -39,13 +39,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph.
-
-    Args:
-        work: The function. It is called three times: twice so that kernels are compiled and libraries have made their
-            plans, then to be recorded.
-        pool: Memory that the graphs share.
-    """
+    """A CUDA graph."""
 
     def __init__(self, work: Callable[[], None], pool: Any) -> None:
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
@@ -74,12 +68,6 @@ class PlainCall:
 class DecodeGraphs:
     """The graphs of a decoder, and their buffers.
 
-    Args:
-        decoder: The model.
-        cache: The KV cache; no sequence may use it yet.
-        rows: Sequences of the largest step.
-        width: Blocks of the longest sequence.
-
     Attributes:
         inputs: int32 ``[rows, COLUMNS + width]``: token, position, slot and blocks of each sequence.
         logits: float32 ``[rows, vocab]``.
@@ -106,15 +94,7 @@ class DecodeGraphs:
         return min(size for size in self._graphs if size >= count)
 
     def run(self, rows: NDArray[np.int32], tokens: Tensor | None = None) -> Tensor:
-        """Compute one token of each sequence.
-
-        Args:
-            rows: Rows made by `rows`, as many as `size` returns, the first ones filled in.
-            tokens: The tokens of the first rows, on the device; None: those in `rows`.
-
-        Returns:
-            float32 ``[len(rows), vocab]``, overwritten by the next call.
-        """
+        """Compute one token of each sequence."""
         count, columns = rows.shape
         self.inputs[:count, :columns].copy_(staged(rows, self._device), non_blocking=True)
         if tokens is not None:

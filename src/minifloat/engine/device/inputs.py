@@ -24,15 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class FP8Inputs:
-    """Makes the weights for inputs in FP8.
-
-    Args:
-        tensors: The tensors of the checkpoint.
-        choice: "fp8", or "auto" for the linears whose checkpoint declares quantized inputs.
-
-    Attributes:
-        nbytes: Bytes of the weights made so far.
-    """
+    """Makes the weights for inputs in FP8."""
 
     def __init__(self, tensors: StoredTensors, choice: str) -> None:
         self.nbytes = 0
@@ -46,14 +38,6 @@ class FP8Inputs:
         """Return a weight whose inputs are quantized; None if there is none.
 
         Linears of one product share the scale of their inputs: if static scales differ, the largest counts, as in vLLM.
-
-        Args:
-            weight: The weight ``[N, K]`` on its device.
-            stored: How the checkpoint stores it; several if its rows are those of several linears.
-            dtype: Dtype of the model.
-
-        Raises:
-            MinifloatError: If a static scale is missing or wrong, as `InputQuantization.of`.
         """
         if not self._all and any(part.activation is None for part in stored):
             return None
@@ -77,11 +61,7 @@ class FP8Inputs:
         return made
 
     def report(self) -> None:
-        """Log what was made, and what was not.
-
-        Raises:
-            KernelUnavailable: If all linears were asked for, and none can have inputs in FP8.
-        """
+        """Log what was made, and what was not."""
         reasons = "; ".join(f"{reason} ({listing(names)})" for reason, names in self._without.items())
         if self._all and not self.nbytes:
             raise KernelUnavailable(
@@ -99,15 +79,7 @@ class FP8Inputs:
 
 
 def fp8_inputs(tensors: StoredTensors, choice: str) -> FP8Inputs | None:
-    """Return what makes weights for inputs in FP8; None if no inputs are quantized.
-
-    Args:
-        tensors: The tensors of the checkpoint.
-        choice: A name in `minifloat.model.runtime.activations.ENGINE_ACTIVATIONS`.
-
-    Raises:
-        UsageError: If the checkpoint has no quantized weights, and inputs in FP8 are asked for.
-    """
+    """Return what makes weights for inputs in FP8; None if no inputs are quantized."""
     if choice == "fp8" and not tensors.description.weights:
         raise UsageError("activations fp8: the checkpoint has no quantized weights")
     if choice == "fp8" or (choice == "auto" and tensors.description.quantizes_inputs):

@@ -24,16 +24,7 @@ from minifloat.kernels.paged import PagedCache
 
 
 class DeviceRunner:
-    """Runs the decoder of a device; a `minifloat.engine.runner.Runner`.
-
-    Args:
-        decoder: The model.
-        blocks: Number of blocks of the KV cache.
-        element: Format of the keys and values, one of `minifloat.kernels.paged.ELEMENTS`.
-        scales: Scales of an E4M3 cache: float32 ``[layers, 2, kv_heads]``; or None.
-        max_num_seqs: Sequences that run at a time.
-        max_model_len: Tokens of the longest sequence.
-    """
+    """Runs the decoder of a device; a `minifloat.engine.runner.Runner`."""
 
     name = "device"
 
@@ -68,12 +59,7 @@ class DeviceRunner:
 
     @torch.no_grad()
     def run_ahead(self, works: Sequences[WorkItem], tokens: Tensor) -> Tensor:
-        """Compute one token of each sequence, as `run`, before the host knows the tokens.
-
-        Args:
-            works: Work of one token each.
-            tokens: int64 ``[n]``: the tokens, on the device.
-        """
+        """Compute one token of each sequence, as `run`, before the host knows the tokens."""
         return self._run_graph(works, tokens)
 
     def _run_graph(self, works: Sequences[WorkItem], tokens: Tensor | None = None) -> Tensor:

@@ -17,12 +17,7 @@ COLUMNS = 3
 
 
 class BlockTables:
-    """Holds the blocks of each sequence in a row of its own, from its first step to its release.
-
-    Args:
-        rows: Sequences that run at a time.
-        width: Blocks of the longest sequence.
-    """
+    """Holds the blocks of each sequence in a row of its own, from its first step to its release."""
 
     def __init__(self, rows: int, width: int) -> None:
         self._blocks = np.zeros((rows, width), dtype=np.int32)
@@ -38,11 +33,6 @@ class BlockTables:
         """Write work of one token each into rows: token, position, slot and blocks.
 
         A token that is not known yet is left out.
-
-        Args:
-            rows: ``[n, COLUMNS + W]``, `n` at least the number of works and `W` at least the blocks of each. What
-                follows the blocks of a sequence in its row is undefined.
-            works: The work.
         """
         count = len(works)
         starts = [work.start for work in works]

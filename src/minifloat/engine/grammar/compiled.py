@@ -19,19 +19,9 @@ _LOG = logging.getLogger(__name__)
 class Compiled:
     """A grammar and its process.
 
-    Args:
-        source: The grammar.
-
     Attributes:
-        ready: Done when the grammar is compiled.
         first: Mask of the first token; None: not yet.
-        states: Texts by their number.
-        asked: Numbers of the texts whose answers are awaited, in order.
-        began: The texts that the process knows.
         connection: Connection to the process; None: it has not been started, or has ended.
-        process: Number of the process, see `Forker`.
-        pid: Id of the process.
-        data: Bytes of the process's own memory when it began.
     """
 
     def __init__(self, source: str) -> None:
@@ -95,12 +85,7 @@ def grammar_error(text: str) -> UsageError:
 
 
 def why_ended(status: int, limits: GrammarLimits) -> str:
-    """Say why a process has ended.
-
-    Args:
-        status: Its exit status.
-        limits: The limits of its grammar.
-    """
+    """Say why a process has ended."""
     if status == -signal.SIGPROF:
         return f"the grammar took more than {limits.step_seconds} s for one token; simplify it"
     if status in (-signal.SIGABRT, worker.OUT_OF_MEMORY):

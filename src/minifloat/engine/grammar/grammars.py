@@ -27,14 +27,7 @@ from minifloat.model.runtime.file_tokenizer import FileTokenizer
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer.
-
-    Args:
-        tokenizer: A `FileTokenizer`, or transformers' tokenizer, which must be a fast one.
-        vocab: Number of logits of the model.
-        end_tokens: The model's end-of-sequence tokens.
-        limits: What grammars may take.
-    """
+    """Compiles grammars for one tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab: int, end_tokens: list[int], limits: GrammarLimits | None = None) -> None:
         self._tokenizer, self._vocab, self._end_tokens = tokenizer, vocab, end_tokens
@@ -59,9 +52,6 @@ class Grammars:
         """Start the process that reads the tokenizer, which takes a second for a large vocabulary.
 
         Any thread may call this.
-
-        Raises:
-            KernelUnavailable: If llguidance is not installed, or cannot read this tokenizer.
         """
         with self._starting:
             self._running()
@@ -70,10 +60,6 @@ class Grammars:
         """Return the state of a grammar before the first token; the grammar is compiled meanwhile (`ready`).
 
         Any thread may call this.
-
-        Raises:
-            QueueFull: If `limits.processes` other grammars are at work.
-            KernelUnavailable: As `prepare`.
         """
         with self._answers:
             compiled = self._compiled.pop(grammar.source, None)
@@ -96,13 +82,7 @@ class Grammars:
         return state
 
     def wait(self, states: Iterable[GrammarState], seconds: float, *, until_added: bool = False) -> None:
-        """Wait until the next tokens of texts are known, or seconds have passed.
-
-        Args:
-            states: States of the texts.
-            seconds: Seconds to wait at most.
-            until_added: Wait only until it is known whether the texts have ended with their last tokens.
-        """
+        """Wait until the next tokens of texts are known, or seconds have passed."""
         with self._answers:
             waited = [state for state in states if not state.known]
             self._answers.wait_for(
@@ -160,11 +140,7 @@ class Grammars:
         self._reader.do(lambda: self._end(idle))
 
     def _start(self, compiled: Compiled) -> None:
-        """Start the process of a grammar, and let it compile.
-
-        Raises:
-            KernelUnavailable: As `begin`.
-        """
+        """Start the process of a grammar, and let it compile."""
         with self._starting:
             for attempt in range(2):
                 forker, reader = self._running()

@@ -27,14 +27,7 @@ _PATIENCE = 5.0
 
 
 class Forker:
-    """The process that has read the tokenizer, and forks.
-
-    Args:
-        settings: Tokenizer and limits, as `worker.main` receives them.
-
-    Raises:
-        KernelUnavailable: If the process cannot be started, or llguidance cannot read the tokenizer.
-    """
+    """The process that has read the tokenizer, and forks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._lock = threading.Lock()
@@ -66,12 +59,7 @@ class Forker:
             raise KernelUnavailable(f"JSON output is not possible with this tokenizer: {problem}")
 
     def fork(self) -> tuple[int, int, socket.socket]:
-        """Return number, process id and connection of a new process.
-
-        Raises:
-            OSError: If the process has ended.
-            EOFError: As OSError.
-        """
+        """Return number, process id and connection of a new process."""
         ours, theirs = socket.socketpair()
         number = next(self._numbers)
         with theirs, self._lock:
@@ -122,12 +110,7 @@ class Reader:
             self._wake.send(b"\0")
 
     def read(self, connection: socket.socket, receive: Callable[[bytes | None], None]) -> None:
-        """Begin to read a connection.
-
-        Args:
-            connection: The connection; it is closed when the other side closes it.
-            receive: Receives each message, and None when the other side has closed the connection.
-        """
+        """Begin to read a connection."""
         self.do(lambda: self._register(connection, receive))
 
     def _register(self, connection: socket.socket, receive: Callable[[bytes | None], None]) -> None:

@@ -15,25 +15,13 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 @dataclass(frozen=True)
 class Grammar:
-    """The rules that a text must follow.
-
-    Attributes:
-        source: The grammar in llguidance's own JSON.
-    """
+    """The rules that a text must follow."""
 
     source: str
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
-        """Return the grammar of the JSON that a schema accepts.
-
-        Args:
-            schema: A JSON Schema, draft 2020-12 as far as llguidance supports it.
-
-        Raises:
-            UsageError: If `schema` is not a schema, or too large.
-            KernelUnavailable: If llguidance is not installed.
-        """
+        """Return the grammar of the JSON that a schema accepts."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except (RecursionError, TypeError, ValueError) as error:

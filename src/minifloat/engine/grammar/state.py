@@ -34,20 +34,8 @@ class GrammarState:
 
     Another process computes it. What it has found is in the attributes; `Grammars.wait` waits for it.
 
-    Args:
-        grammars: Computes it.
-        number: Number of the text, from 1 on.
-        ready: Done when the grammar is compiled; fails with the reason why it cannot be.
-
     Attributes:
-        number: As given.
-        ready: As given.
-        tokens: Tokens of the text.
-        added: Whether it is known that the grammar accepts the last token, and whether the text has ended with it.
-        done: Whether no token can follow.
         mask: A bit for each token that may follow; None: not known yet, or no token can follow.
-        error: Why the grammar cannot be used any more.
-        late: Whether a step did not wait for the last mask until it was there.
     """
 
     def __init__(self, grammars: Computing, number: int, ready: Future[None]) -> None:
@@ -64,12 +52,7 @@ class GrammarState:
         return self.mask is not None or self.done or self.error is not None
 
     def forbid(self, logits: NDArray[np.float32]) -> None:
-        """Set the logits ``[vocab]`` of the tokens that cannot follow to -Inf.
-
-        Raises:
-            GrammarPending: If they are not known yet.
-            UsageError: If the grammar cannot be used any more: it takes too much time or memory, or cannot follow.
-        """
+        """Set the logits ``[vocab]`` of the tokens that cannot follow to -Inf."""
         mask = self.mask
         if self.error is not None:
             raise self.error

@@ -55,21 +55,13 @@ def send_frame(connection: socket.socket, *parts: bytes) -> None:
 
 
 def receive_frame(connection: socket.socket) -> bytes:
-    """Return the next message.
-
-    Raises:
-        EOFError: If the other side has closed the connection.
-    """
+    """Return the next message."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     return receive_exactly(connection, length)
 
 
 def receive_exactly(connection: socket.socket, length: int) -> bytes:
-    """Return the next `length` bytes.
-
-    Raises:
-        EOFError: If the other side closes the connection before.
-    """
+    """Return the next `length` bytes."""
     received = bytearray()
     while len(received) < length:
         piece = connection.recv(length - len(received))
@@ -80,13 +72,7 @@ def receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 class _Limits:
-    """Processor time of one grammar.
-
-    Args:
-        step_seconds: Seconds that one token may take; the kernel then ends the process.
-        seconds: Seconds that may be spent at first.
-        seconds_per_token: Seconds that each token adds to them, up to `seconds` again.
-    """
+    """Processor time of one grammar."""
 
     def __init__(self, step_seconds: float, seconds: float, seconds_per_token: float) -> None:
         self._step_seconds, self._most, self._per_token = step_seconds, seconds, seconds_per_token
@@ -111,13 +97,7 @@ class _Limits:
 
 
 class _Texts:
-    """The texts of one grammar.
-
-    Args:
-        connection: To the engine.
-        tokenizer: llguidance's tokenizer.
-        settings: Limits, as `main` receives them.
-    """
+    """The texts of one grammar."""
 
     def __init__(self, connection: socket.socket, tokenizer: Any, settings: dict[str, Any]) -> None:
         import llguidance
@@ -206,11 +186,7 @@ def _data_bytes() -> int:
 
 
 def main(descriptor: int) -> None:
-    """Read the tokenizer, and fork for each grammar until the engine closes the connection.
-
-    Args:
-        descriptor: File descriptor of a socket to the engine.
-    """
+    """Read the tokenizer, and fork for each grammar until the engine closes the connection."""
     control = socket.socket(fileno=descriptor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the engine, which may finish requests first
         signal.signal(number, signal.SIG_IGN)

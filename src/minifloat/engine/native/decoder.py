@@ -38,23 +38,7 @@ def build_native_decoder(
     batch_invariant: bool = False,
     cache: PackedCache | None = None,
 ) -> Decoder:
-    """Read and pack the weights of a model, or map those that were packed before.
-
-    Args:
-        blueprint: The structure of the model.
-        weights: Its weights, on the CPU.
-        scales: Scales of an E4M3 cache for all attention modules; empty for another cache.
-        impl: As in `minifloat.model.runtime.load.load`.
-        lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
-        int8_inputs: Whether the kernels may round inputs of quantized weights to int8.
-        batch_invariant: Whether logits must not depend on other sequences, as `Decoder.batch_invariant`.
-        cache: Where packed weights are kept; not used where the kernels cannot run.
-
-    Raises:
-        NotNative: If a weight cannot be packed.
-        KernelUnavailable: If `impl` asks for the kernels and a weight cannot be packed for them.
-        TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
-    """
+    """Read and pack the weights of a model, or map those that were packed before."""
 
     def build(mapped: MappedWeights | None) -> tuple[Decoder, NativeWeights]:
         packed = NativeWeights(blueprint, weights, Packing(impl, _CPU, int8_inputs=int8_inputs), mapped)
@@ -74,11 +58,7 @@ def build_native_decoder(
 
 
 def _build(packed: NativeWeights, scales: KVScales, lm_head: WeightSpec | None, *, int8_inputs: bool) -> Decoder:
-    """Build the decoder, as `build_native_decoder`.
-
-    Raises:
-        UnusableCache: If the file of packed weights does not have all of them.
-    """
+    """Build the decoder, as `build_native_decoder`."""
     blueprint, weights = packed.blueprint, packed.weights
     plan, builder = blueprint.plan, LayerBuilder(packed)
     with packed.reading():

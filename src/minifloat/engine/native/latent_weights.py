@@ -29,7 +29,6 @@ class HeadFormats:
     Attributes:
         keys: Of the keys; None for BF16.
         values: Of the values; None for BF16.
-        has_factors: Whether queries have to be multiplied by a factor for each dimension before the keys are.
     """
 
     keys: WeightSpec | None
@@ -45,7 +44,6 @@ class HeadWeights:
         keys: For each head ``[rank, plain]``.
         values: For each head ``[value_dim, rank]``.
         factors: float32 ``[heads, plain]``, or None.
-        is_rounded: Whether BF16 does not hold the keys exactly.
     """
 
     keys: Sequence[Tensor | QuantizedTensor]
@@ -55,14 +53,7 @@ class HeadWeights:
 
 
 def head_formats(spec: WeightSpec | None, plain: int, value_dim: int, rank: int) -> HeadFormats:
-    """Return the formats that the weights of each head have.
-
-    Args:
-        spec: Format of the matrix ``[heads * (plain + value_dim), rank]``; None if it is not quantized.
-        plain: Rows of the keys of a head.
-        value_dim: Rows of its values.
-        rank: Columns.
-    """
+    """Return the formats that the weights of each head have."""
     if spec is None:
         return HeadFormats(None, None, has_factors=False)
     rows, cols = _block(spec, plain, value_dim, rank)
@@ -83,14 +74,7 @@ def _block(spec: WeightSpec, plain: int, value_dim: int, rank: int) -> tuple[int
 
 
 def head_weights(weight: Tensor | QuantizedTensor, heads: int, plain: int, value_dim: int) -> HeadWeights:
-    """Divide a matrix ``[heads * (plain + value_dim), rank]``.
-
-    Args:
-        weight: The matrix.
-        heads: Number of heads.
-        plain: Rows of the keys of a head.
-        value_dim: Rows of its values.
-    """
+    """Divide a matrix ``[heads * (plain + value_dim), rank]``."""
     starts = [head * (plain + value_dim) for head in range(heads)]
     if isinstance(weight, Tensor):
         parts = torch.split_with_sizes(weight, [plain, value_dim] * heads)

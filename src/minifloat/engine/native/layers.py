@@ -38,11 +38,7 @@ from minifloat.model.architecture.decoder.plan import (
 
 
 class LayerBuilder:
-    """Builds the parts of a decoder in the order in which their weights are read.
-
-    Args:
-        packed: The weights of the model.
-    """
+    """Builds the parts of a decoder in the order in which their weights are read."""
 
     def __init__(self, packed: NativeWeights) -> None:
         self._packed = packed
@@ -62,12 +58,7 @@ class LayerBuilder:
         )
 
     def layer(self, plan: LayerPlan, kv_scales: tuple[float, float]) -> Layer:
-        """Return a layer.
-
-        Args:
-            plan: The layer.
-            kv_scales: Scales of keys and values in an E4M3 cache.
-        """
+        """Return a layer."""
         return Layer(
             input_norm=self._packed.norm_or_none(plan.input_norm),
             attention_norm=self._packed.norm_or_none(plan.attention_norm),

@@ -24,26 +24,13 @@ def contents(made: PackedWeight | Tensor) -> Contents:
 
 
 class MappedWeights:
-    """The weights in a mapped file, which nobody may write to.
-
-    Args:
-        container: The file, verified.
-    """
+    """The weights in a mapped file, which nobody may write to."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
 
     def weight(self, name: str, spec: WeightSpec | None, shape: tuple[int, int]) -> PackedWeight:
-        """Return a packed weight ``[N, K]``.
-
-        Args:
-            name: Its name in the file.
-            spec: How it is quantized; None for BF16.
-            shape: ``(N, K)``.
-
-        Raises:
-            UnusableCache: If the file has no such weight, or one of another format, shape or version of the layout.
-        """
+        """Return a packed weight ``[N, K]``."""
         weight = PackedWeight(self._bytes(name, _PACKED, shape), spec, shape)
         try:
             weight.check()
@@ -52,11 +39,7 @@ class MappedWeights:
         return weight
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor.
-
-        Raises:
-            UnusableCache: If the file has no such tensor, or one of another shape or dtype.
-        """
+        """Return a tensor."""
         return self._bytes(name, str(dtype), shape).view(dtype).reshape(shape)
 
     def _bytes(self, name: str, kind: str, shape: Sequence[int]) -> Tensor:

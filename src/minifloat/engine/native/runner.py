@@ -22,18 +22,7 @@ _NO_PREFIXES = (
 class NativeRunner:
     """Runs the decoder of the CPU; a `minifloat.engine.runner.Runner`.
 
-    Args:
-        decoder: The model.
-        blocks: Number of blocks of the KV cache.
-        element: Format of the keys and values, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
-        impl: As in `minifloat.kernels.decoder.step`.
-        slots: Number of sequences that run at a time; a decoder with states has memory for those of as many.
-        snapshots: Number of copies of states, which equal beginnings of prompts need.
-        cache: The KV cache; None makes one.
-
     Attributes:
-        decoder: The model.
-        cache: The KV cache.
         states: The states of sequences; None: the decoder has none.
         snapshots: Copies of states; None: there are none.
     """

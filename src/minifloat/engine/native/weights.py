@@ -36,18 +36,7 @@ _Weights = TypeVar("_Weights", FusedWeights, PackedExperts)
 
 
 class NativeWeights:
-    """Packs the weights of a model, one by one, or takes them from a file of packed weights.
-
-    Args:
-        blueprint: The structure of the model.
-        weights: Its weights.
-        packing: Packs them, and notes those that the kernels do not multiply.
-        mapped: The file of packed weights, or None.
-
-    Attributes:
-        blueprint: As the argument.
-        weights: As the argument.
-    """
+    """Packs the weights of a model, one by one, or takes them from a file of packed weights."""
 
     def __init__(
         self, blueprint: Blueprint, weights: WeightSource, packing: Packing, mapped: MappedWeights | None
@@ -89,12 +78,7 @@ class NativeWeights:
         return None if plan is None else self.norm(plan)
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
-        """Return the last linear.
-
-        Args:
-            tied: The embedding, if that is also the weight of this linear.
-            quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
-        """
+        """Return the last linear."""
         plan = self.blueprint.plan.lm_head
         spec = None if tied is not None else self.weights.spec(plan.weight)
 
@@ -145,12 +129,7 @@ class NativeWeights:
         return None if name is None else self.weights.tensor(name).float().contiguous()
 
     def stacks(self, fused: str, interleaved: bool = False) -> tuple[PackedExperts, ...]:
-        """Return the weights of all experts: one stack, or one for each of the parts that they are stored in.
-
-        Args:
-            fused: Name of the projection.
-            interleaved: Whether rows of gate and up alternate; in the result, all rows of gate are first.
-        """
+        """Return the weights of all experts: one stack, or one for each of the parts that they are stored in."""
         if self._mapped is not None:
             experts = [
                 [
@@ -204,11 +183,7 @@ class NativeWeights:
     def _packed(
         self, name: str, spec: WeightSpec | None, shape: tuple[int, int], make: Callable[[], PackedWeight]
     ) -> PackedWeight:
-        """Return a weight from the file of packed weights, or make it.
-
-        Raises:
-            UnusableCache: If the file has another weight of this name, or none.
-        """
+        """Return a weight from the file of packed weights, or make it."""
         if self._mapped is not None:
             return self._mapped_weight(self._mapped, name, spec, shape, name)
         weight = make()
@@ -224,12 +199,7 @@ class NativeWeights:
         return weight
 
     def _pack_stored(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:
-        """Pack a weight, and note one that the kernels of this machine do not multiply.
-
-        Raises:
-            NotNative: If the weight has no packed form.
-            KernelUnavailable: If the kernels were asked for and do not multiply it.
-        """
+        """Pack a weight, and note one that the kernels of this machine do not multiply."""
         if isinstance(weight, Tensor):
             return self._pack(weight, name)
         module = QuantizedWeight(weight, self.blueprint.dtype)
@@ -250,11 +220,7 @@ class NativeWeights:
 
 
 def _gate_first(matrix: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
-    """Put the even rows of a matrix before the odd ones.
-
-    Raises:
-        NotNative: If rows share scales.
-    """
+    """Put the even rows of a matrix before the odd ones."""
     if isinstance(matrix, Tensor):
         return torch.cat([matrix[::2], matrix[1::2]])
     if matrix.scale.shape[0] != matrix.shape[0]:
@@ -264,11 +230,7 @@ def _gate_first(matrix: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
 
 
 def grouped(kind: type[_Weights], weights: list[PackedWeight], name: str) -> _Weights:
-    """Put weights together that one call multiplies with.
-
-    Raises:
-        NotNative: If they have several formats.
-    """
+    """Put weights together that one call multiplies with."""
     try:
         return kind(weights)
     except MinifloatError as error:

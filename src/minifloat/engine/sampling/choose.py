@@ -17,15 +17,7 @@ from minifloat.engine.sampling.state import SamplingState, await_grammars
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its probability.
-
-    Attributes:
-        token: Token id.
-        text: Text of the token; U+FFFD for a part of a character.
-        raw: Bytes of the token, or of `text` if the tokenizer does not give them.
-        logprob: Natural logarithm of the probability.
-        top: The most probable tokens at the same position.
-    """
+    """A token and its probability."""
 
     token: int
     text: str
@@ -47,11 +39,7 @@ class NonFiniteLogits(Exception):
 
 
 class Postponed(Exception):
-    """The choice of a token waits for the grammar, which does not say yet which tokens may follow.
-
-    Args:
-        logits: float32 ``[vocab]``; they are copied, because the next step may overwrite them.
-    """
+    """The choice of a token waits for the grammar, which does not say yet which tokens may follow."""
 
     def __init__(self, logits: Logits) -> None:
         super().__init__("the grammar has not answered yet")
@@ -62,14 +50,6 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
     """Choose the next token of each sequence.
 
     numpy computes this in the calling thread: synchronizing torch's threads takes longer than these few rows.
-
-    Args:
-        logits: float32 ``[sequences, vocab]`` on the CPU.
-        states: States of the sequences.
-
-    Returns:
-        For each sequence the choice, or the error: `NonFiniteLogits`, `Postponed`, UsageError for a grammar at its
-        limits, or whatever else its choice raises.
     """
     await_grammars(states)
     rows: Logits = logits.numpy()
@@ -83,19 +63,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
 
 
 def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> TokenChoice:
-    """Choose the next token of one sequence.
-
-    Args:
-        logits: float32 ``[vocab]``.
-        state: State of the sequence.
-        best: Index of the largest logit, or of a NaN.
-        ahead: Number of tokens between the last one added to `state` and this one; 0 if `state` changes logits.
-
-    Raises:
-        NonFiniteLogits: If the largest logit is NaN or Inf, or becomes it by what the request asks for.
-        Postponed: If the grammar does not say yet which tokens may follow.
-        UsageError: For a grammar at its limits.
-    """
+    """Choose the next token of one sequence."""
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best

@@ -52,13 +52,7 @@ class PendingChoices:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState], *, ahead: int = 0) -> PendingChoices:
-    """Begin to choose the next token of each sequence; does not wait for the device.
-
-    Args:
-        logits: float32 ``[sequences, vocab]``, on any device; they may be overwritten afterwards.
-        states: States of the sequences.
-        ahead: Number of tokens of each sequence that its state does not know yet.
-    """
+    """Begin to choose the next token of each sequence; does not wait for the device."""
     groups: dict[_Kind, list[int]] = {kind: [] for kind in _Kind}
     for row, state in enumerate(states):
         groups[_kind(state.params)].append(row)
@@ -106,17 +100,7 @@ def _settings(row: int, state: SamplingState, ahead: int) -> tuple[float, ...]:
 
 
 def draw(logits: Tensor, settings: Tensor, *, most: int) -> Tensor:
-    """Draw a token of each row, as `minifloat.engine.sampling.draw` does.
-
-    Args:
-        logits: float32 ``[m, vocab]``.
-        settings: float64 ``[m, 5]``: temperature, top_k, top_p, min_p, and a number in [0, 1).
-        most: Number of most probable tokens that are looked at, at least every row's top_k and the vocabulary where
-            that is 0; 0: no row has top_k, top_p or min_p.
-
-    Returns:
-        int64 ``[m]``.
-    """
+    """Draw a token of each row, as `minifloat.engine.sampling.draw` does."""
     temperature, top_k, top_p, min_p, uniform = settings[:, :, None].unbind(1)
     if not most:
         shifted = logits.double() - logits.amax(dim=1, keepdim=True)

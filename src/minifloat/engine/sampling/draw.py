@@ -23,33 +23,14 @@ Tokens = NDArray[np.int64]
 
 
 def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
-    """Draw a token.
-
-    Args:
-        logits: float32 ``[vocab]``.
-        params: Only temperature, min_p, top_k and top_p are used.
-        uniform: A number in [0, 1).
-
-    Returns:
-        The first token whose cumulative probability is above `uniform`: in the order of probability if only the most
-        probable tokens can be drawn, else in the order of the vocabulary.
-    """
+    """Draw a token."""
     tokens, weights = _distribution(logits, params)
     index = _invert(weights, uniform)
     return index if tokens is None else int(tokens[index])
 
 
 def race(logits: Logits, params: SamplingParams, times: Weights) -> int:
-    """Draw a token by a race.
-
-    Args:
-        logits: float32 ``[vocab]``.
-        params: Only temperature, min_p, top_k and top_p are used.
-        times: Draws ``[vocab]`` of the exponential distribution of rate 1.
-
-    Returns:
-        The token with the smallest time divided by its probability.
-    """
+    """Draw a token by a race."""
     tokens, weights = _distribution(logits, params)
     if tokens is None:
         return int((weights / times).argmax())
@@ -80,11 +61,7 @@ def _weights(logits: Logits, largest: np.float32, temperature: float) -> Weights
 
 
 def _candidates(logits: Logits, params: SamplingParams) -> tuple[Tokens, np.float64 | None]:
-    """Return tokens that contain all that can be drawn, as few as are found quickly.
-
-    Returns:
-        The tokens, in any order, and for top_p alone the sum of the weights of all tokens.
-    """
+    """Return tokens that contain all that can be drawn, as few as are found quickly."""
     if params.top_k:
         return np.flatnonzero(logits >= _lower_bound(logits, params.top_k)), None
     weights = _weights(logits, logits.max(), params.temperature)

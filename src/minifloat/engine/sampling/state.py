@@ -28,15 +28,7 @@ _LEAST_TIME = np.finfo(np.float64).tiny  #: keeps quotients finite
 
 
 class SamplingState:
-    """The state of one sequence that the choice of its next token depends on.
-
-    Args:
-        params: The sampling parameters of the request.
-        prompt: Tokens of the prompt.
-        end_tokens: Tokens that `min_tokens` forbids.
-        grammar: State of the grammar of `params`, or None.
-        races: Draw by races, as an engine does that speculates.
-    """
+    """The state of one sequence that the choice of its next token depends on."""
 
     def __init__(
         self,
@@ -72,12 +64,7 @@ class SamplingState:
             self.grammar.add(token)
 
     def change(self, logits: Logits) -> Logits:
-        """Return the logits ``[vocab]`` after biases, penalties and forbidden tokens; the argument is not changed.
-
-        Raises:
-            GrammarPending: If the grammar does not say yet which tokens may follow.
-            UsageError: If the grammar cannot be used any more.
-        """
+        """Return the logits ``[vocab]`` after biases, penalties and forbidden tokens; the argument is not changed."""
         params = self.params
         logits = logits.copy()
         if params.logit_bias:
@@ -103,9 +90,6 @@ class SamplingState:
         """Return the number in [0, 1) that a token is drawn with: the first of Philox's block at its position.
 
         The numbers of several positions are generated at a time, because making a generator takes longer than they do.
-
-        Args:
-            ahead: Number of tokens between the last one added and this one.
         """
         position = self.length + ahead
         index = position - self._first_uniform
@@ -116,12 +100,7 @@ class SamplingState:
         return self._uniform[index]
 
     def times(self, vocab: int, ahead: int = 0) -> Weights:
-        """Return the times ``[vocab]`` of a race: draws of the exponential distribution of rate 1 at its position.
-
-        Args:
-            vocab: Number of tokens.
-            ahead: Number of tokens between the last one added and this one.
-        """
+        """Return the times ``[vocab]`` of a race: draws of the exponential distribution of rate 1 at its position."""
         position = self.length + ahead
         if position not in self._times:
             self._times = {known: times for known, times in self._times.items() if known >= self.length}
@@ -131,24 +110,14 @@ class SamplingState:
         return self._times[position]
 
     def draw(self, logits: Logits, ahead: int = 0) -> int:
-        """Draw a token by logits ``[vocab]``, which `change` has changed.
-
-        Args:
-            logits: float32 ``[vocab]``.
-            ahead: Number of tokens between the last one added and this one.
-        """
+        """Draw a token by logits ``[vocab]``, which `change` has changed."""
         if self.races:
             return race(logits, self.params, self.times(len(logits), ahead))
         return draw(logits, self.params, self.uniform(ahead))
 
 
 def await_grammars(states: Sequence[SamplingState], *, until_added: bool = False) -> None:
-    """Wait, for a moment, for the grammars of some sequences, but not for those that were late the last time.
-
-    Args:
-        states: States of the sequences.
-        until_added: Wait only until it is known whether the texts have ended.
-    """
+    """Wait, for a moment, for the grammars of some sequences, but not for those that were late the last time."""
     grammars = [state.grammar for state in states if state.grammar is not None]
     prompt = [grammar for grammar in grammars if not grammar.late]
     if prompt:

@@ -8,14 +8,7 @@ from minifloat.engine.sequence import Sequence
 
 
 class DraftItem(NamedTuple):
-    """Tokens of a sequence and of its drafts that the draft model computes; only the last has logits.
-
-    Attributes:
-        sequence: The sequence.
-        start: Position of the first token.
-        tokens: The tokens.
-        logits: 1 if the logits after the last token are needed, else 0.
-    """
+    """Tokens of a sequence and of its drafts that the draft model computes; only the last has logits."""
 
     sequence: Sequence
     start: int

@@ -22,13 +22,6 @@ class DraftLength:
     takes the time of `k` drafts and that of one step of the model with ``k + 1`` tokens per sequence. Both times are
     medians by number of tokens. A number that was not measured often enough has the time of the next smaller one that
     was, or of the smallest: longer drafts are tried until their times are known.
-
-    Args:
-        longest: The largest number of drafts.
-        cost: Time of a draft over that of a step of the model, before any was measured.
-
-    Attributes:
-        acceptance: The estimate of `a`.
     """
 
     def __init__(self, longest: int, cost: float) -> None:

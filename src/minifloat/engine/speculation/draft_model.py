@@ -26,16 +26,6 @@ class SelfDraft:
     """A copy of a decoder whose linears are MXFP4, and whose last linear is FP8, rounded to nearest.
 
     Weights that take no more bytes already, norms, biases, the embedding and routers are shared with the model.
-
-    Args:
-        decoder: The model.
-
-    Attributes:
-        decoder: The copy.
-        memory: Bytes of the weights that are not shared.
-
-    Raises:
-        UsageError: If no weight would become smaller.
     """
 
     def __init__(self, decoder: Decoder) -> None:

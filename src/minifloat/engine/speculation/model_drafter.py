@@ -21,18 +21,6 @@ class ModelDrafter:
     model, which are at hand and better than its own, and writes those of its drafts to places that the model overwrites
     in the same step. It then needs no cache and computes no prompt. Other draft models have a cache of their own, in
     which each sequence has the blocks of the same numbers; they compute each sequence from its first token.
-
-    Args:
-        name: "self" or "model".
-        runner: Runs the draft model.
-        shares_cache: Whether it works in the cache of the model.
-        memory: Bytes that the draft takes beside the model.
-
-    Attributes:
-        name: As the argument.
-        weight_bytes: Bytes of the weights that one draft is multiplied with.
-        memory: As the argument.
-        shares_cache: As the argument.
     """
 
     def __init__(self, name: str, runner: NativeRunner, *, shares_cache: bool, memory: int) -> None:

@@ -43,19 +43,7 @@ def open_drafter(
     tokenizer: TextTokenizer,
     read_draft: Callable[[Checkpoint], Decoder],
 ) -> Drafter | None:
-    """Make the drafter, or return None if the options ask for none.
-
-    Args:
-        options: The options of the engine.
-        runner: Runs the model.
-        tokenizer: The tokenizer of the model.
-        read_draft: Reads a checkpoint into a decoder.
-
-    Raises:
-        UsageError: If the model or the draft does not support it, or memory is missing.
-        HubError: If the hub does not have the draft.
-        CheckpointError: If the draft cannot be loaded.
-    """
+    """Make the drafter, or return None if the options ask for none."""
     kind = "draft" if options.draft is not None else options.speculate
     if kind is None:
         return None

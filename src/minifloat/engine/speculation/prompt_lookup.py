@@ -18,11 +18,6 @@ class PromptLookup:
 
     Good where output repeats its input: summaries, edits of code, extraction (Saxena, "Prompt Lookup Decoding", 2023;
     "ngram" in vLLM).
-
-    Attributes:
-        name: "prompt".
-        weight_bytes: 0: no weights are read.
-        memory: 0.
     """
 
     name = "prompt"

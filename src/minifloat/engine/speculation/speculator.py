@@ -46,19 +46,6 @@ class Speculator:
 
     Sequences get none whose parameters make a token's choice depend on the tokens before it beyond the model itself
     (penalties, grammars, `min_tokens`), and none while a step computes prompts too.
-
-    Args:
-        drafter: Proposes the tokens.
-        room: `Scheduler.room`.
-        longest: The largest number of drafts of a sequence in a step.
-        weight_bytes: Bytes of the weights that one token of the model is multiplied with.
-        fixed: Always propose `longest` drafts where possible, as measurements need it.
-
-    Attributes:
-        drafter: The drafter.
-        longest: As the argument.
-        last: Counts of the last step.
-        stats: Counts of all steps before it.
     """
 
     def __init__(

@@ -11,10 +11,6 @@ class SpeculationStats:
     """What speculation has done.
 
     Attributes:
-        drafts: Times that a sequence had drafts in a step.
-        draft_tokens: Drafts.
-        accepted_tokens: Drafts that the model chose too.
-        accepted_per_position: The same for the first draft of a sequence in a step, the second, and so on.
         seconds: Time that drafts took.
     """
 

@@ -19,17 +19,7 @@ Choices = list[TokenChoice | Exception]
 
 
 def verify(logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Sequence[int]]) -> list[Choices]:
-    """Choose the next tokens of each sequence: its drafts as long as the model chooses them too, and one more.
-
-    Args:
-        logits: float32 ``[sum of 1 + drafts, vocab]`` on the CPU: for each sequence the logits after its last token and
-            after each draft.
-        states: States of the sequences.
-        drafts: The drafts of each sequence, none for one whose `SamplingState` changes logits by the tokens before.
-
-    Returns:
-        For each sequence 1 to 1 + drafts choices.
-    """
+    """Choose the next tokens of each sequence: its drafts as long as the model chooses them too, and one more."""
     await_grammars(states)
     rows: Logits = logits.numpy()
     best = rows.argmax(axis=-1).tolist()

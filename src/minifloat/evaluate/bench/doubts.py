@@ -25,13 +25,7 @@ _FEWEST_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two engines.
-
-    Attributes:
-        read: Bytes that a step reads.
-        batches: Figures by batch size.
-        drafts: Whether it speculated, so that a step gives several tokens.
-    """
+    """One of the two engines."""
 
     read: StepBytes
     batches: Mapping[int, BatchFigures]
@@ -39,14 +33,7 @@ class Side:
 
 
 def find_doubts(load: Workload, use: MachineUse | None, baseline: Side, candidate: Side) -> tuple[str, ...]:
-    """Return a sentence for each reason not to quote the figures of a run; none if there is no reason.
-
-    Args:
-        load: The workload.
-        use: What else used the machine; None: unknown.
-        baseline: The original model's engine.
-        candidate: The quantized model's engine.
-    """
+    """Return a sentence for each reason not to quote the figures of a run; none if there is no reason."""
     found = list(_of_machine(load, use))
     for batch in load.batch_sizes:
         found += (f"Batch {batch}: {doubt}" for doubt in _of_batch(load, batch, baseline, candidate))

@@ -21,12 +21,7 @@ _PERCENTILES = 100
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Number of bytes that a decode step of an engine reads.
-
-    Attributes:
-        weights: Bytes of all weights that a step multiplies with.
-        per_token: Bytes of keys and values of one token.
-    """
+    """Number of bytes that a decode step of an engine reads."""
 
     weights: int
     per_token: int
@@ -41,13 +36,7 @@ class BatchFigures:
     """Figures of an engine at one batch size. Tuples have an entry per round.
 
     Attributes:
-        batch: Number of prompts at a time.
-        decode_ms: Milliseconds of the median step in which every sequence gets a token and no prompt is computed, with
-            drafts the mean time per token of each; empty if there is no such step, because the first sequences end
-            before the last begins.
         bound_ms: Milliseconds to read the bytes of such a step at the bandwidth of the round; empty if unknown.
-        prefill: Prompt tokens per second before the first output token.
-        metrics: Figures over all rounds, named as in ``vllm bench serve``.
     """
 
     batch: int
@@ -91,15 +80,7 @@ class BatchFigures:
 def batch_figures(
     samples: Sequence[BatchTimings], batch: int, workload: Workload, read: StepBytes, bandwidths: Sequence[float]
 ) -> BatchFigures:
-    """Return the figures of one batch size.
-
-    Args:
-        samples: Times of the batch, one entry per round.
-        batch: The batch size.
-        workload: Lengths of prompts and outputs.
-        read: Number of bytes that a step reads.
-        bandwidths: Read bandwidth of each round, bytes per second; empty if it cannot be measured.
-    """
+    """Return the figures of one batch size."""
     decode = [decode_seconds(sample, batch) for sample in samples]
     decode_ms = [1e3 * seconds for seconds in decode if seconds is not None]
     nbytes = read.of_step(workload, batch)

@@ -49,12 +49,8 @@ class EngineFigures:
     """Figures of one of the two engines.
 
     Attributes:
-        info: `ModelInfo.to_dict` of the engine.
-        read_seconds: Seconds to read its files into a buffer when the page cache holds them.
-        load_seconds: Seconds to create the engine, each time.
         rss: Resident bytes of the process after its last turn.
         peak_rss: Peak resident bytes of the process.
-        batches: Figures by batch size.
         speculation: Counts of drafts as `SpeculationStats.to_dict`; None if the engine did not speculate.
     """
 

@@ -13,14 +13,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if _STAT.exists() else 1
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU time since the machine started, in seconds summed over its cores.
-
-    Attributes:
-        total: All time, idle or not.
-        busy: Time that processes and the kernel used.
-        stolen: Time that a hypervisor gave to other machines.
-        own: Time of the processes that are measured.
-    """
+    """CPU time since the machine started, in seconds summed over its cores."""
 
     total: float
     busy: float
@@ -29,11 +22,7 @@ class CpuTime:
 
     @classmethod
     def now(cls, processes: Iterable[int]) -> CpuTime | None:
-        """Read the counters; None where the system has none.
-
-        Args:
-            processes: Ids of the processes that are measured. This process belongs to them.
-        """
+        """Read the counters; None where the system has none."""
         if not _STAT.exists():
             return None
         user, nice, system, idle, waiting, interrupts, soft, stolen = map(int, _STAT.read_text().split()[1:9])
@@ -45,12 +34,7 @@ class CpuTime:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What else used the machine, as shares of the time of all its cores.
-
-    Attributes:
-        others: CPU time of processes that are not measured.
-        stolen: Time that a hypervisor gave to other machines.
-    """
+    """What else used the machine, as shares of the time of all its cores."""
 
     others: float
     stolen: float

@@ -43,19 +43,7 @@ _LETTERS = f"{ascii_letters}\u0120"
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Llama family.
-
-    Attributes:
-        model_type: "llama" or "qwen3" (which normalizes queries and keys).
-        hidden: Width of the residual stream.
-        inner: Width of the MLP.
-        layers: Number of layers.
-        heads: Number of query heads.
-        kv_heads: Number of KV heads.
-        head_dim: Width of a head.
-        vocab: Number of tokens in the vocabulary.
-        tied: Whether `lm_head` shares the weights of the embedding.
-    """
+    """A decoder of the Llama family."""
 
     model_type: str
     hidden: int
@@ -105,29 +93,12 @@ SHAPES = {
 
 
 def get_shape(name: str) -> Shape:
-    """Return the shape of that name.
-
-    Raises:
-        UnknownNameError: No shape has that name; the message lists the valid names.
-    """
+    """Return the shape of that name."""
     return lookup("shape", name, SHAPES)
 
 
 def write_random(destination: str | os.PathLike[str], shape: Shape, *, seed: int = 0) -> Path:
-    """Write a BF16 checkpoint with random weights.
-
-    Args:
-        destination: A folder that does not exist yet, in a parent folder that exists.
-        shape: Shape of the model.
-        seed: Equal seeds give equal files.
-
-    Returns:
-        The folder.
-
-    Raises:
-        DestinationError: The folder exists, or cannot be created.
-        StorageError: The disk is full, or the system refused to write.
-    """
+    """Write a BF16 checkpoint with random weights."""
     tensors = shape.tensors
     facts = json.dumps([asdict(shape), seed])
     fingerprint = hashlib.sha256(facts.encode()).hexdigest()
@@ -205,21 +176,7 @@ def _tokenizer(vocab: int) -> dict[str, bytes]:
 
 
 def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: int = 0) -> tuple[Path, Path]:
-    """Write a random checkpoint of a shape, and quantize it; a checkpoint that exists already is kept.
-
-    Args:
-        folder: Parent folder of both checkpoints; created if it does not exist.
-        name: Name of the shape.
-        scheme: Name of the quantization scheme, one of `SCHEMES`.
-        seed: Seed of the weights.
-
-    Returns:
-        The folders of the BF16 and of the quantized checkpoint.
-
-    Raises:
-        UnknownNameError: The shape or the scheme does not exist.
-        StorageError: The disk is full, or the system refused to write.
-    """
+    """Write a random checkpoint of a shape, and quantize it; a checkpoint that exists already is kept."""
     from minifloat.quantize.job import quantize_checkpoint
 
     shape = get_shape(name)
@@ -239,15 +196,7 @@ def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: i
 def model_pair(
     candidate: str | None, baseline: str | None, shape: str | None, scheme: str, folder: Path | None
 ) -> Iterator[tuple[str | Path, str | Path]]:
-    """Yield the baseline and the candidate of a bench: the given models, or random ones from `make_pair`.
-
-    Args:
-        candidate: The quantized model; used if `shape` is None.
-        baseline: The original model; used if `shape` is None.
-        shape: Name of a shape for random models; None: use the given models.
-        scheme: Quantization scheme of the random candidate.
-        folder: Where random models are kept; None: a temporary folder.
-    """
+    """Yield the baseline and the candidate of a bench: the given models, or random ones from `make_pair`."""
     if shape is None:
         assert candidate is not None
         assert baseline is not None

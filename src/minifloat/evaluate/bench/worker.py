@@ -26,19 +26,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class Worker:
-    """An engine in a process of its own. A context manager.
-
-    Args:
-        path: The checkpoint.
-        options: Keyword arguments of `Engine`.
-        threads: Number of threads to compute with; None: torch's choice.
-
-    Attributes:
-        info: `ModelInfo.to_dict` of the engine.
-
-    Raises:
-        MinifloatError: The engine cannot be created; the message is that of the engine.
-    """
+    """An engine in a process of its own. A context manager."""
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], threads: int | None) -> None:
         self.path = Path(path)
@@ -60,11 +48,7 @@ class Worker:
         self.close()
 
     def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> BatchTimings:
-        """Run prompts together, as `run_batch` does, and return their times.
-
-        Raises:
-            MinifloatError: The process ended.
-        """
+        """Run prompts together, as `run_batch` does, and return their times."""
         return BatchTimings.from_dict(
             self._ask({"prompts": [list(prompt) for prompt in prompts], "output_len": output_len})
         )
@@ -75,12 +59,7 @@ class Worker:
         return self._process.pid
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the process.
-
-        Returns:
-            ``rss`` and ``peak_rss``: resident bytes now, and the most so far; ``speculation``: counts of drafts as
-            `SpeculationStats.to_dict`, None if the engine does not speculate.
-        """
+        """Return the state of the process."""
         answer: dict[str, Any] = self._ask({})
         return answer
 

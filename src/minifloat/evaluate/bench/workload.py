@@ -80,13 +80,6 @@ class BatchTimings:
 
     Attributes:
         seconds: Time of the whole batch.
-        steps: Steps of the engine, in order.
-        ttfts: Time to first token of each request.
-        itls: Inter-token latency between each two consecutive tokens of a request.
-        tpots: Time per output token of each request: from the first to the last token, over the tokens after the first.
-        e2els: End-to-end latency of each request, from arrival to last token.
-        input_tokens: Number of tokens of all prompts.
-        output_tokens: Number of tokens of all outputs.
     """
 
     seconds: float
@@ -147,17 +140,7 @@ class TimingRecorder:
 
 
 def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> BatchTimings:
-    """Run prompts together on an otherwise idle engine, and return their times.
-
-    Args:
-        engine: The engine; its own observer is replaced during the run.
-        prompts: Token ids.
-        output_len: Number of tokens to generate for each prompt; end-of-sequence tokens are ignored.
-
-    Raises:
-        UsageError: The engine refuses a prompt.
-        RuntimeError: A step failed.
-    """
+    """Run prompts together on an otherwise idle engine, and return their times."""
     from minifloat.engine import SamplingParams
 
     recorder = TimingRecorder()

@@ -34,12 +34,9 @@ class Results:
     """What is known of a checkpoint.
 
     Attributes:
-        path: Folder of the checkpoint.
         done: Content of minifloat.json, which `quantize` or `convert` wrote; None without it.
         comparison: The last comparison, with this checkpoint and its variants as candidates; None without one.
-        others: The other candidates of that comparison, without their samples of text.
         gains: The last bench; None without one.
-        engines: Which engine loads the checkpoint on which machine, by `check`.
     """
 
     path: Path
@@ -51,11 +48,7 @@ class Results:
 
 
 def read_results(folder: str | os.PathLike[str]) -> Results:
-    """Return the results that are beside a checkpoint, and the engines that load it.
-
-    Raises:
-        CheckpointError: The folder is no checkpoint, or a file of results is damaged or of another version.
-    """
+    """Return the results that are beside a checkpoint, and the engines that load it."""
     root = resolve_folder(folder)
     with Checkpoint.open(root) as checkpoint:
         subject = Subject.of_checkpoint(checkpoint)
@@ -94,15 +87,6 @@ def store_result(folder: str | os.PathLike[str], result: Comparison | GainsRepor
     """Keep the result of `compare` or `bench` beside a checkpoint, in place of an earlier one.
 
     A damaged file of earlier results is replaced.
-
-    Args:
-        folder: The checkpoint, named as in the result.
-        result: A comparison with the checkpoint among its candidates, or a bench of it.
-
-    Raises:
-        NotACheckpointError: The folder does not exist.
-        StorageError: The system refused to write.
-        ValueError: The checkpoint is not among the candidates.
     """
     root = resolve_folder(folder)
     try:
@@ -135,11 +119,7 @@ def _split(comparison: Comparison, name: str) -> tuple[Comparison, list[Candidat
 
 
 def _read_stored(root: Path) -> dict[str, Any]:
-    """Return the content of `RESULTS_FILE`; without results if there is no file.
-
-    Raises:
-        CheckpointError: The file is damaged or of another version.
-    """
+    """Return the content of `RESULTS_FILE`; without results if there is no file."""
     values = _read(root, RESULTS_FILE) or {"schema_version": SCHEMA_VERSION}
     if values.get("schema_version") != SCHEMA_VERSION:
         found = values.get("schema_version")

@@ -39,11 +39,7 @@ def write_report(folder: str | os.PathLike[str], result: Comparison | GainsRepor
 
 
 def draw_results(results: Results) -> Path:
-    """Write report.html beside the checkpoint that the results are of, and return its path.
-
-    Raises:
-        StorageError: The system refused to write.
-    """
+    """Write report.html beside the checkpoint that the results are of, and return its path."""
     path = results.path / PAGE_FILE
     with written_whole(path) as file:
         file.write(report_page(results).encode())

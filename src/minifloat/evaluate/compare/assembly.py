@@ -34,15 +34,7 @@ def as_sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
 
 
 def window_tokens(requested: int | None, longest: int | None) -> int:
-    """Return the tokens per window, BOS included.
-
-    Args:
-        requested: What the user asked for.
-        longest: What the models attend to; None: there is no limit.
-
-    Raises:
-        UsageError: If more is requested than the models attend to.
-    """
+    """Return the tokens per window, BOS included."""
     if requested is None:
         return DEFAULT_WINDOW if longest is None else min(DEFAULT_WINDOW, longest)
     if longest is not None and requested > longest:
@@ -53,15 +45,7 @@ def window_tokens(requested: int | None, longest: int | None) -> int:
 def judged(
     scoring: ScoringPass, index: int, record: ModelRecord, tokenizer: PreTrainedTokenizerBase, tolerance: Tolerance
 ) -> CandidateResult:
-    """Summarize and judge the scores of one candidate.
-
-    Args:
-        scoring: The pass, with scores of every text.
-        index: Number of the candidate.
-        record: The candidate.
-        tokenizer: Tokenizer of the models.
-        tolerance: Bounds of the verdict.
-    """
+    """Summarize and judge the scores of one candidate."""
     corpus, vocab_size = scoring.corpus, scoring.baseline.vocab_size
     scores_by_text = [scoring.scores(index, text) for text in range(len(corpus.texts))]
     summaries = tuple(

@@ -48,13 +48,7 @@ _TEXT_SUFFIXES = (".txt", ".md")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a document.
-
-    Attributes:
-        document: Number of the document in its source.
-        start: Position of the first token in the document.
-        ids: int32 token ids, without BOS.
-    """
+    """Consecutive tokens of a document."""
 
     document: int
     start: int
@@ -66,12 +60,7 @@ class TokenizedText:
     """A source of text, tokenized and cut into windows.
 
     Attributes:
-        name: Name of the text in reports.
-        documents: Number of documents.
-        windows: The windows; at least one has a token to score.
         bytes_per_token: UTF-8 bytes per token.
-        unit: Unit that the bootstrap draws: ``"document"`` or ``"window"``.
-        sha256: SHA-256 of the token ids.
     """
 
     name: str
@@ -92,11 +81,8 @@ class WindowBatch:
     """Windows of one length from one text.
 
     Attributes:
-        text: Number of the text.
-        windows: Numbers of the windows in the text.
         ids: ``[B, W]`` token ids, with the prefix of every window.
         units: ``[B]`` number of each window's unit; units of different texts have different numbers.
-        tokens: Number of tokens without the prefixes.
     """
 
     text: int
@@ -107,24 +93,7 @@ class WindowBatch:
 
 
 class Corpus:
-    """The texts of a comparison, cut into windows.
-
-    Args:
-        sources: Sources as for `calibrate`; empty: the texts that come with minifloat.
-        tokenizer: Tokenizer of all models.
-        window: Tokens per window, BOS included.
-        max_tokens: Number of tokens to use from the start of each source; None: all.
-        vocab_size: Vocabulary size of the models; larger token ids are refused. None: not checked.
-
-    Attributes:
-        texts: One text per source.
-        prefix: Token ids that every window begins with: BOS, or nothing.
-
-    Raises:
-        UsageError: If a source has no token to score, or a token id beyond the vocabulary.
-        DataError: If a source does not exist or cannot be read.
-        StorageError: If the operating system refuses a read.
-    """
+    """The texts of a comparison, cut into windows."""
 
     def __init__(
         self,

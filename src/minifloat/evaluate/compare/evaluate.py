@@ -87,15 +87,7 @@ def compare_models(
 
 
 class _RunningComparison:
-    """A comparison with its models and texts open.
-
-    Args:
-        baseline: The baseline.
-        candidates: The candidates.
-        data: Sources of text; empty: the texts that come with minifloat.
-        options: The settings.
-        progress: Called after each batch.
-    """
+    """A comparison with its models and texts open."""
 
     def __init__(
         self,

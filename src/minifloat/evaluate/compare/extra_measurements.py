@@ -37,19 +37,8 @@ class ExtraMeasurements:
     """The measurements of a comparison beside the scores of tokens.
 
     Attributes:
-        baseline: The model that the candidates are compared with.
-        candidates: At least one model.
-        corpus: The windows, from which prompts and the sample for attribution are taken.
-        tokenizer: Tokenizer of all models.
-        prompts: Number of prompts to continue greedily; 0: none.
-        new_tokens: Largest number of tokens of a continuation.
         tasks: Tasks to run; None: none.
         task_limit: Number of items of each task to run; None: all.
-        attribution_seconds: Seconds to spend on attribution for each candidate, besides the scoring pass that judges
-            the suggestion; 0: no attribution.
-        tolerance: Bounds that a suggested mixture has to keep.
-        progress: Called during each measurement.
-        notes: For each measurement that failed, its name and the error.
     """
 
     baseline: Predictor

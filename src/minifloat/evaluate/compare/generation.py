@@ -45,9 +45,6 @@ class ContinuationPair:
     """The text of both continuations of one prompt.
 
     Attributes:
-        prompt: Text of the prompt, without special tokens.
-        baseline: Text of the baseline's continuation.
-        candidate: Text of the candidate's continuation.
         parted_at: Index of the first token of the continuation that differs; None if the continuations are the same.
     """
 
@@ -62,16 +59,9 @@ class GreedyDivergence:
     """Where two models' greedy continuations of the same prompts diverge.
 
     Attributes:
-        prompts: Number of prompts.
-        new_tokens: Largest number of tokens of a continuation.
-        parted: Number of prompts whose continuations differ.
         first_difference: For each prompt, the index of the first token of the continuation that differs; None if the
             continuations are the same.
         median: Median of `first_difference`; None where at least half of the prompts have equal continuations.
-        identical_fraction: Fraction of prompts whose continuations are the same to the end.
-        mean_prefix_match: Mean over prompts of the fraction of `new_tokens` before the first difference; 1 for a prompt
-            with equal continuations.
-        samples: The prompts with the earliest, the median and the latest (or no) difference.
     """
 
     prompts: int
@@ -94,25 +84,7 @@ def generate_greedy(
     cache_factory: CacheFactory | None = None,
     progress: Progress | None = None,
 ) -> Continuations:
-    """Continue prompts by the token with the largest logit; of equal logits, by the first token.
-
-    Args:
-        model: Model in eval mode. Of its generation_config only the end tokens have an effect.
-        prompts: Token ids of the prompts, all of the same length.
-        new_tokens: Largest number of tokens to generate for a prompt.
-        ends: Tokens that end a continuation; by default `end_tokens` of the model. Two models that are compared need
-            the same end tokens.
-        cache_factory: Function that returns an empty cache for a batch, such as one from
-            `minifloat.evaluate.compare.kv_cache.kv_cache_factory`; by default the model makes its own cache.
-        progress: Called after each token of a batch, with tokens done, tokens in total, and ``"generation"``.
-
-    Returns:
-        The new tokens of each prompt: `new_tokens` of them, or fewer, of which the last is an end token.
-
-    Raises:
-        UsageError: If the prompts differ in length or do not fit the model, or if the model takes no KV cache.
-        NonFiniteError: If the largest logit is NaN or Inf; the message names the prompt and the token.
-    """
+    """Continue prompts by the token with the largest logit; of equal logits, by the first token."""
     _check(model, prompts, new_tokens)
     stop = sorted(end_tokens(model.generation_config, model.config) if ends is None else ends)
     continuations: list[tuple[int, ...]] = []
@@ -146,16 +118,6 @@ def greedy_divergence(
     as a random sample of prompts: the fraction has Wilson's interval, the mean that of a bootstrap over prompts. Where
     all continuations are the same, the bootstrap finds no spread, and the mean takes the interval of the fraction,
     which the mean cannot be below.
-
-    Args:
-        tokenizer: Tokenizer of both models, which decodes the samples.
-        prompts: Token ids of the prompts.
-        baseline: Continuations of the prompts by the baseline, from `generate_greedy`.
-        candidate: Continuations of the prompts by the candidate, with the same end tokens.
-        new_tokens: Largest number of tokens of a continuation, as `generate_greedy` got it.
-
-    Raises:
-        UsageError: If there is no prompt, or if a prompt lacks a continuation.
     """
     if not prompts or not len(prompts) == len(baseline) == len(candidate):
         raise UsageError(
@@ -204,13 +166,6 @@ def _continue(model: PreTrainedModel, ids: Tensor, stop: Sequence[int], cache: A
     """Yield the next token of each row ``[B]``, step by step, until all rows have ended.
 
     Rows that have ended stay in the batch, so that the arithmetic of the other rows does not depend on them.
-
-    Args:
-        model: Model in eval mode.
-        ids: ``[B, T]`` token ids of the prompts.
-        stop: Tokens that end a row.
-        cache: Empty cache; None: the model makes its own.
-        first: Number of the batch's first prompt, for errors.
     """
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": True}

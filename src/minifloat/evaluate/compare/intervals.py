@@ -56,7 +56,6 @@ class Estimate:
     """A measured value and its 95% confidence interval.
 
     Attributes:
-        value: The measured value.
         low: Lower end of the interval; NaN where there are too few units for an interval.
         high: Upper end of the interval; NaN where there are too few units for an interval.
     """
@@ -91,16 +90,7 @@ def sums_by_unit(values: npt.NDArray[np.generic], units: IntArray, count: int) -
 
 
 def mean_interval(sums: FloatArray, sizes: FloatArray) -> Estimate:
-    """Estimate the mean ``sum(sums) / sum(sizes)`` by a studentized bootstrap over units.
-
-    Args:
-        sums: ``[U]`` sums of the quantity in each unit.
-        sizes: ``[U]`` number of summed values in each unit, for example its tokens; above 0.
-
-    Returns:
-        The mean with its interval. The interval has width 0 where all units have the same mean. There is no interval
-        for fewer than `FEWEST_UNITS` units.
-    """
+    """Estimate the mean ``sum(sums) / sum(sizes)`` by a studentized bootstrap over units."""
     mean = float(sums.sum() / sizes.sum())
     count = len(sums)
     if count < FEWEST_UNITS or not np.isfinite(sums).all():
@@ -120,16 +110,7 @@ def mean_interval(sums: FloatArray, sizes: FloatArray) -> Estimate:
 
 
 def paired_mean_interval(changes: FloatArray, sizes: FloatArray) -> Estimate:
-    """Estimate the mean ``sum(changes) / sum(sizes)`` of paired differences by a BCa bootstrap over items.
-
-    Args:
-        changes: ``[N]`` candidate - baseline of each item.
-        sizes: ``[N]`` weight of each item; above 0.
-
-    Returns:
-        The mean with its interval. The interval has width 0 where all items have the same mean change. There is no
-        interval for fewer than `FEWEST_UNITS` items.
-    """
+    """Estimate the mean ``sum(changes) / sum(sizes)`` of paired differences by a BCa bootstrap over items."""
     mean = float(changes.sum() / sizes.sum())
     if len(changes) < FEWEST_UNITS or not np.isfinite(changes).all():
         return Estimate(mean, math.nan, math.nan)
@@ -146,16 +127,7 @@ def paired_mean_interval(changes: FloatArray, sizes: FloatArray) -> Estimate:
 
 
 def percentile_interval(value: float, count: int, statistic: Callable[[list[int]], float]) -> Estimate:
-    """Return a value with the interval of a percentile bootstrap over items.
-
-    Args:
-        value: The statistic of all items.
-        count: Number of items.
-        statistic: Computes the statistic from the indices of `count` drawn items.
-
-    Returns:
-        The value with its interval. There is no interval for fewer than `FEWEST_UNITS` items.
-    """
+    """Return a value with the interval of a percentile bootstrap over items."""
     if count < FEWEST_UNITS:
         return Estimate(value, math.nan, math.nan)
     generator = np.random.default_rng(_SEED)
@@ -165,14 +137,7 @@ def percentile_interval(value: float, count: int, statistic: Callable[[list[int]
 
 
 def quantile_interval(values: FloatArray, units: IntArray, count: int, fraction: float) -> Estimate:
-    """Estimate the value below which `fraction` of the tokens lie, with Woodruff's interval.
-
-    Args:
-        values: ``[T]`` value of each token.
-        units: ``[T]`` unit of each token.
-        count: Number of units.
-        fraction: Between 0 and 1.
-    """
+    """Estimate the value below which `fraction` of the tokens lie, with Woodruff's interval."""
     value = float(np.quantile(values, fraction))
     if count < FEWEST_UNITS or not np.isfinite(values).all():
         return Estimate(value, math.nan, math.nan)
@@ -199,16 +164,6 @@ def units_to_decide(estimate: Estimate, bound: float, count: int, margin: float 
     Either the interval excludes the bound, or it ends below ``bound + margin``; the smaller number is returned. The
     width of an interval shrinks with the square root of the number of units. With a margin the number is at most that
     of an interval as wide as half the margin, because no value is farther than that from both ends of the margin.
-
-    Args:
-        estimate: The value with its interval.
-        bound: A bound inside of the interval.
-        count: Number of units that gave the estimate.
-        margin: How far above the bound the interval may end.
-
-    Returns:
-        The number of units; None where there is no interval, or where the value equals the bound and there is no
-        margin.
     """
     if not estimate.known:
         return None
@@ -236,10 +191,6 @@ def _resamples(counts: FloatArray | IntArray, draws: int) -> Iterator[FloatArray
     """Draw all units with replacement, many times; yield how often each kind was drawn, in batches ``[D, K]``.
 
     The seed is fixed, so that equal calls yield equal draws.
-
-    Args:
-        counts: ``[K]`` number of units of each kind.
-        draws: Number of draws in all batches together.
     """
     generator = np.random.default_rng(_SEED)
     total = int(counts.sum())
@@ -249,14 +200,7 @@ def _resamples(counts: FloatArray | IntArray, draws: int) -> Iterator[FloatArray
 
 
 def _standard_error(times: FloatArray, residuals: FloatArray, sizes: FloatArray, shifts: FloatArray) -> FloatArray:
-    """Return the standard errors ``[D]`` of the means of draws, by linearization.
-
-    Args:
-        times: ``[D, U]`` how often each unit was drawn.
-        residuals: ``[U]`` sums of the units less those that the sample's mean predicts.
-        sizes: ``[U]`` number of summed values in each unit.
-        shifts: ``[D]`` mean of each draw less the sample's mean.
-    """
+    """Return the standard errors ``[D]`` of the means of draws, by linearization."""
     squares = times @ residuals**2 - 2 * shifts * (times @ (residuals * sizes)) + shifts**2 * (times @ sizes**2)
     count = times.shape[1]
     errors: FloatArray = np.sqrt(np.maximum(squares, 0) * count / (count - 1)) / (times @ sizes)

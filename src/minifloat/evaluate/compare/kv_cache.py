@@ -45,17 +45,6 @@ def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
     """Return a function that makes simulated FP8 KV caches for a model.
 
     Every batch needs a cache of its own, passed to the model as `past_key_values` with ``use_cache=True``.
-
-    Args:
-        model: The model that uses the caches.
-        scales: Scales from `minifloat.model.runtime.kv_scales.kv_scales`; a layer without scales gets 1.0.
-
-    Returns:
-        A function without arguments that returns an empty `SimulatedKVCache`.
-
-    Raises:
-        UsageError: If the model takes no KV cache, if its cache does not hold plain keys and values, or if `scales`
-            names a layer that the model does not have.
     """
     name, runner = type(model).__name__, cast(Any, model)
     check_takes_cache(model)
@@ -89,22 +78,13 @@ def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
 
 
 def check_takes_cache(model: PreTrainedModel) -> None:
-    """Check that a model takes a KV cache as an argument, so that it can run step by step.
-
-    Raises:
-        UsageError: If the model takes no KV cache.
-    """
+    """Check that a model takes a KV cache as an argument, so that it can run step by step."""
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UsageError(f"{type(model).__name__} takes no KV cache, so an FP8 cache and generation are impossible")
 
 
 class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """transformers' own cache with keys and values rounded to E4M3.
-
-    Args:
-        config: Config of the model's decoder, which says which layers have sliding windows or recurrent states.
-        scales: (k_scale, v_scale) by number of the layer; 1.0 for other layers.
-    """
+    """transformers' own cache with keys and values rounded to E4M3."""
 
     def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]]) -> None:
         super().__init__(config=config)
@@ -121,15 +101,7 @@ class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, u
 
 
 def round_to_cache(x: Tensor, scale: float) -> Tensor:
-    """Round values as an E4M3 cache does: divide by the scale, clamp, round to nearest even, multiply by the scale.
-
-    Args:
-        x: Tensor of any shape; float32, bfloat16 or float16.
-        scale: Positive scale, exact in float32.
-
-    Returns:
-        The rounded values in the shape and dtype of `x`. Inf is clamped, NaN stays.
-    """
+    """Round values as an E4M3 cache does: divide by the scale, clamp, round to nearest even, multiply by the scale."""
     # The divisor is a tensor because torch, on some devices, multiplies by the reciprocal of a Python number.
     divisor = torch.tensor(scale, dtype=torch.float32, device=x.device)
     codes = (x.float() / divisor).clamp(-E4M3.max, E4M3.max).to(torch_dtype(E4M3))

@@ -29,17 +29,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(TokenScores))
 
 
 class MeasurementLog:
-    """The scores of batches, by number of the batch, in a folder.
-
-    Args:
-        folder: Folder of the log; created if it does not exist.
-        settings: Everything that the scores depend on, as JSON values. A folder with other settings is refused.
-        worst: The worst positions of each candidate; those of earlier runs are added to them.
-
-    Raises:
-        UsageError: If the folder holds another comparison, or other files.
-        StorageError: If the operating system refuses a read or write.
-    """
+    """The scores of batches, by number of the batch, in a folder."""
 
     def __init__(
         self, folder: str | os.PathLike[str], settings: dict[str, Any], worst: Sequence[WorstPositions]

@@ -25,14 +25,9 @@ class TokenScores:
     """The scores of tokens; all arrays are ``[T]``.
 
     Attributes:
-        unit: Number of the document or window that contains the token.
         baseline_nll: -log of the probability that the baseline gives the token, in nats.
         candidate_nll: -log of the probability that the candidate gives the token, in nats.
         kl: KL divergence of the candidate's distribution from the baseline's, in nats.
-        agree: Whether both models have the same most probable token.
-        overlap: Number of the baseline's `TOP_K` most probable tokens that are among the candidate's.
-        margin: Nats by which the baseline's first choice is more probable than its second.
-        position: Number of tokens before the token in its window, BOS included.
     """
 
     unit: npt.NDArray[np.int64]
@@ -98,18 +93,7 @@ def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
 
 
 def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor, positions: Tensor) -> TokenScores:
-    """Score the predictions of a slab of positions.
-
-    Args:
-        p: The baseline's distributions.
-        q: The candidate's distributions.
-        targets: ``[R]`` ids of the tokens in the text.
-        units: ``[R]`` numbers of the units that contain them.
-        positions: ``[R]`` numbers of tokens before them in their windows.
-
-    Returns:
-        The scores; NaN where a model's logits hold NaN or +Inf.
-    """
+    """Score the predictions of a slab of positions."""
     shared = (p.top[:, :, None] == q.top[:, None, :]).any(-1).sum(-1)
     return TokenScores(
         unit=units.numpy(),

@@ -61,12 +61,7 @@ class Predictor:
     Several predictors may share one transformers model and run it in different ways.
 
     Attributes:
-        name: Folder or hub id as the user gave it; a variant of the model has a suffix that says what differs.
-        folder: Folder of the checkpoint.
-        model: Model in eval mode.
-        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model.
         new_cache: Function that returns an empty simulated KV cache; None: no cache is simulated.
-        weight_only: Whether to leave the inputs of linears unquantized, whatever the model was loaded with.
         checkpoint: The closed checkpoint, of which config and headers are still known; None if the user gave a loaded
             model.
         kv_scales: Scales of the FP8 KV cache that the checkpoint declares; None if there are none or if they were not
@@ -94,18 +89,7 @@ class Predictor:
         *,
         read_kv_scales: bool = False,
     ) -> Predictor:
-        """Load a folder or a model of the hub, or wrap a loaded model.
-
-        Args:
-            model: Folder, hub id or loaded model.
-            load_options: Keyword arguments for `minifloat.model.runtime.load.load_opened`.
-            revision: Revision of a model of the hub.
-            read_kv_scales: Whether to read the scales of the KV cache from a folder.
-
-        Raises:
-            CheckpointError: If the folder cannot be loaded.
-            HubError: If the hub does not give the model.
-        """
+        """Load a folder or a model of the hub, or wrap a loaded model."""
         if isinstance(model, PreTrainedModel):
             quantized = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
             nbytes = quantized + sum(parameter.nbytes for parameter in model.parameters())
@@ -120,11 +104,7 @@ class Predictor:
         return cls(str(model), str(folder), loaded, nbytes, checkpoint=checkpoint, kv_scales=scales)
 
     def headers(self) -> Checkpoint:
-        """Return the closed checkpoint of the model's folder: its config and the names, shapes and dtypes of tensors.
-
-        Raises:
-            CheckpointError: If the user gave a loaded model and its folder cannot be read.
-        """
+        """Return the closed checkpoint of the model's folder: its config and the names, shapes and dtypes of tensors."""
         if self.checkpoint is None:
             with Checkpoint.open(self.folder) as checkpoint:
                 return checkpoint
@@ -164,11 +144,7 @@ class Predictor:
         return run_in_pieces(self._features, ids, new_cache and new_cache(), piece)
 
     def check_window(self, window: int) -> None:
-        """Check that the logits of a window fit into memory, where the head cannot run alone.
-
-        Raises:
-            UsageError: If they take more than `_WHOLE_LOGITS` float32 numbers.
-        """
+        """Check that the logits of a window fit into memory, where the head cannot run alone."""
         if self._runs_whole and window * self.vocab_size > _WHOLE_LOGITS:
             raise UsageError(
                 f"{self.name}: a window of {window:,} tokens has {size_text(window * self.vocab_size * 4)} of "
@@ -275,10 +251,6 @@ def common_tokenizer(predictors: Sequence[Predictor]) -> PreTrainedTokenizerBase
     """Return the tokenizer that all models share.
 
     Token i must be the same string for every model, so that all distributions are over the same tokens.
-
-    Raises:
-        UsageError: If two models have different vocabularies.
-        CheckpointError: If a folder has no tokenizer.
     """
     first, *others = predictors
     tokenizer = load_tokenizer(first.folder)
@@ -302,12 +274,7 @@ def longest_window(predictors: Sequence[Predictor]) -> int | None:
 
 
 def describe_inputs(model: PreTrainedModel) -> str:
-    """Describe the formats in which a model's quantized weights take their inputs, without a quantized output layer.
-
-    Returns:
-        ``"E4M3 per token (dynamic)"``, or the name of the 16- or 32-bit format where inputs are not quantized
-        (``"BF16"``); with counts where the weights differ.
-    """
+    """Describe the formats in which a model's quantized weights take their inputs, without a quantized output layer."""
     weights = [
         module
         for module in model.modules()

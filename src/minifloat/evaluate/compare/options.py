@@ -53,31 +53,8 @@ class CompareOptions:
     """The settings of a comparison.
 
     Attributes:
-        window: Tokens per window; by default 256, or the number that the models can attend to if it is smaller.
         max_tokens: Number of tokens to use from the start of each text; None: all.
-        tolerance: Bounds of the verdict.
-        dtype: "bfloat16", "float16" or "float32" for all models; by default the dtype in each config.json. Loaded
-            models keep their dtype.
-        device: Device to load folders to.
-        weight_only: Whether to load folders with all inputs in `dtype`. Loaded models stay as they are.
-        kv_cache: "auto": simulate an FP8 KV cache for candidates that declare one; "none": simulate none; "fp8":
-            simulate one for all candidates, with scales of 1 where a candidate has none. Loaded models run without.
-        variants: Whether to also compare each candidate without its FP8 KV cache, and without quantized inputs.
-        lm_head: Output layer of candidates, as in `Engine`: "auto" is what `minifloat serve` does, so that the result
-            is that of serving. The baseline's stays as it is stored. Loaded models stay as they are.
-        activations: Inputs of quantized weights of candidates, as in `Engine`. Loaded models stay as they are.
-        prompts: Number of windows whose first tokens all models continue greedily; 0: none.
-        new_tokens: Largest number of tokens of a continuation.
-        tasks: Names of tasks of lm-evaluation-harness, as `minifloat.evaluate.compare.tasks.load_tasks` takes them.
-        task_path: Folder of task files.
         task_limit: Number of items of each task to use; None: all.
-        attribute: Seconds to spend for each candidate on finding the modules that do the damage; 0: none.
-        impl: Implementation that multiplies the quantized weights of folders, as in `minifloat.model.runtime.load.load`. The
-            kernels do not round weights to the 16 bits of `dtype`; "reference" does, like servers that dequantize
-            weights before they multiply.
-        resume: Folder to write scores to during the run, and to read the scores of an earlier run from.
-        revision: Revision of the baseline if it is a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
-        command: The command line, for the reports.
     """
 
     window: int | None = None

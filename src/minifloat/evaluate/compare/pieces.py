@@ -62,14 +62,7 @@ def plain_cache(model: PreTrainedModel) -> CacheFactory | None:
 
 @torch.inference_mode()
 def continues(model: PreTrainedModel, name: str, run: Run, new_cache: CacheFactory | None) -> bool:
-    """Return whether a model gives the same result in pieces as at once; if not, a warning says so.
-
-    Args:
-        model: The model.
-        name: Name of the model in the warning.
-        run: Runs the model; without a cache, with an empty one of `new_cache`, or with none.
-        new_cache: Makes the caches; None: there is no cache to continue with.
-    """
+    """Return whether a model gives the same result in pieces as at once; if not, a warning says so."""
     if new_cache is not None:
         vocab_size = int(model.config.get_text_config().vocab_size)
         ids = torch.arange(_TRIAL, device=model.device)[None] % vocab_size

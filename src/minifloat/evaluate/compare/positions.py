@@ -31,10 +31,6 @@ class PositionRange:
     """The tokens at a range of positions.
 
     Attributes:
-        low: First position; a token's position is the number of tokens before it in its window, BOS included.
-        high: Last position.
-        units: Number of documents or windows that have tokens there.
-        tokens: Number of scored tokens.
         kl_mean: Mean KL divergence in nats per token.
     """
 
@@ -50,8 +46,6 @@ class LateChange:
     """How much more the models differ late in the windows than early in them.
 
     Attributes:
-        early_end: Positions below this one are early: the first quarter of the longest window.
-        late_start: This position and those after it are late: the second half of the longest window.
         early_kl: Mean KL divergence of early tokens, in nats per token, of the units that have late tokens.
         late_kl: Mean KL divergence of late tokens, in nats per token.
         change: Late less early KL divergence in nats per token, each unit compared with itself. Units count by their
@@ -75,7 +69,6 @@ class Positions:
     """The KL divergence of one text by position.
 
     Attributes:
-        ranges: Ranges of positions, in order; those without tokens are left out.
         late: Comparison of late tokens with early tokens; None if no unit has both.
     """
 

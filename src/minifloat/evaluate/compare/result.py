@@ -21,12 +21,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class LikelyToken:
-    """A token that a model predicts, and its probability.
-
-    Attributes:
-        token: Text of the token.
-        probability: Between 0 and 1.
-    """
+    """A token that a model predicts, and its probability."""
 
     token: str
     probability: float
@@ -37,14 +32,7 @@ class WorstToken:
     """A token at which the predictions of the two models differ most.
 
     Attributes:
-        text: Name of the text.
-        document: Number of the document in the text, from 0.
-        position: Number of the token in the document, from 0.
-        context: Text before the token.
-        token: The token that the text has here.
         kl: KL divergence in nats.
-        baseline: The baseline's five most probable tokens, the most probable first.
-        candidate: The candidate's five most probable tokens, likewise.
     """
 
     text: str
@@ -59,14 +47,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A text that the models were compared on.
-
-    Attributes:
-        name: Name of the text.
-        documents: Number of documents that were read.
-        tokens: Number of tokens that were read.
-        sha256: SHA-256 of these tokens' ids.
-    """
+    """A text that the models were compared on."""
 
     name: str
     documents: int
@@ -76,14 +57,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class ServedRecord:
-    """A model that a server runs, and how much of its predictions the server gives.
-
-    Attributes:
-        url: Address of the server.
-        model: Name of the model there.
-        alternatives: Number of most probable tokens whose probabilities it gives at each position.
-        unnamed_share: Mean probability, by the baseline, of all other tokens but that of the text.
-    """
+    """A model that a server runs, and how much of its predictions the server gives."""
 
     url: str
     model: str
@@ -96,12 +70,8 @@ class ModelRecord:
     """One of the models.
 
     Attributes:
-        name: Folder of the model, or model and address of a server.
         nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model; None for a server.
-        activations: Format in which the quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, or the
-            name of the 16- or 32-bit format where they ran weight-only (``"BF16"``); with counts where weights differ.
         kv_cache: Format that keys and values were rounded to; None if they were not rounded.
-        lm_head: Format of the output layer, and whether it was quantized while it was loaded; empty if there is none.
         served: The server that runs the model; None if the comparison ran it. Its KL divergences are lower bounds.
     """
 
@@ -118,14 +88,8 @@ class CandidateResult:
     """The results of one candidate.
 
     Attributes:
-        model: The candidate.
-        texts: One summary per text.
-        overall: Summary of all texts together, each token counting the same.
-        verdict: Whether the candidate is within the tolerance.
-        worst: Tokens at which it differs most from the baseline, the largest difference first.
         generation: Greedy continuations; None if not requested.
         attribution: Damage by module; None if not requested.
-        tasks: Scores of tasks; empty if none were requested.
     """
 
     model: ModelRecord

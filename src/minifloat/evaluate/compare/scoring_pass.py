@@ -1,8 +1,8 @@
 """The pass that scores every token: each batch of windows goes through all models before the next batch starts.
 
 Several candidates therefore cost one pass of the baseline, only a few numbers per token are kept, and an interrupted
-run has seen the same tokens with every model. `minifloat.evaluate.compare.measurements` can write the scores down during the
-pass.
+run has seen the same tokens with every model. `minifloat.evaluate.compare.measurements` can write the scores down
+during the pass.
 """
 
 from __future__ import annotations
@@ -132,13 +132,7 @@ class ScoringPass(ABC):
 
 
 class ModelsPass(ScoringPass):
-    """A pass of loaded models over a corpus.
-
-    Args:
-        baseline: The model that the candidates are compared with.
-        candidates: At least one model.
-        corpus: The windows.
-    """
+    """A pass of loaded models over a corpus."""
 
     def __init__(self, baseline: Predictor, candidates: Sequence[Predictor], corpus: Corpus) -> None:
         super().__init__(baseline, len(candidates), corpus)

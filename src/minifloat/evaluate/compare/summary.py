@@ -26,8 +26,6 @@ class MarginBin:
 
     Attributes:
         low: Smallest margin of the bin in nats.
-        high: End of the bin, which no margin of it reaches; Inf in the last bin.
-        tokens: Number of tokens.
         same_top1: Fraction of these tokens at which both models have the same first choice; NaN without tokens.
         kl_mean: Mean KL divergence of these tokens in nats; NaN without tokens.
     """
@@ -44,26 +42,8 @@ class Summary:
     """Summary of the scores of one text, or of all texts.
 
     Attributes:
-        name: Name of the text.
-        unit: Unit that the bootstrap draws: ``"document"`` or ``"window"``.
-        units: Number of units.
-        tokens: Number of scored tokens.
         nbytes: Number of UTF-8 bytes of the scored tokens.
-        baseline_perplexity: The baseline's perplexity: exp of the mean negative log-likelihood per token.
-        candidate_perplexity: The candidate's perplexity.
-        perplexity_ratio: The candidate's perplexity over the baseline's, with a paired interval.
-        baseline_bits_per_byte: The baseline's negative log-likelihood in bits per byte of text; comparable between
-            vocabularies.
-        candidate_bits_per_byte: The candidate's negative log-likelihood in bits per byte of text.
         kl_mean: Mean KL divergence in nats per token.
-        kl_median: Median of the KL divergence.
-        kl_p99: 99th percentile of the KL divergence.
-        kl_p999: 99.9th percentile of the KL divergence.
-        kl_max: Largest KL divergence.
-        same_top1: Fraction of the tokens at which both models have the same first choice.
-        topk_overlap: Fraction of the baseline's ten most probable tokens that are among the candidate's ten.
-        margins: `same_top1` by the baseline's margin.
-        kl_curve: Pairs of a fraction of the tokens and the KL divergence that this fraction stays below.
         positions: The KL divergence by position in the window; None if all windows are short.
     """
 
@@ -100,15 +80,7 @@ def bits_per_byte(nll: FloatArray, nbytes: float) -> float:
 
 
 def summarize(name: str, scores: TokenScores, nbytes: float, unit: str, vocab_size: int) -> Summary:
-    """Reduce scores to a `Summary`.
-
-    Args:
-        name: Name of the text.
-        scores: Scores of at least one token.
-        nbytes: Number of UTF-8 bytes of the scored tokens.
-        unit: Name of the unit that `TokenScores.unit` numbers.
-        vocab_size: Number of tokens in the vocabulary.
-    """
+    """Reduce scores to a `Summary`."""
     numbers, index = np.unique(scores.unit, return_inverse=True)
     index, count = index.astype(np.int64), len(numbers)
     sizes = np.bincount(index).astype(np.float64)

@@ -77,13 +77,6 @@ class Check:
     """One bound on one text.
 
     Attributes:
-        text: Name of the text.
-        quantity: ``"perplexity increase"``, `MEAN_KL`, `LEAST_KL` or `SAME_TOP1`.
-        estimate: The measured quantity.
-        bound: The bound.
-        limit: The bound and the margin: where an interval that contains the bound has to end for the check to pass.
-        outcome: Whether the estimate keeps the bound.
-        within_margin: Whether the check is passed although the interval contains the bound.
         tokens_needed: About how many tokens of this text would decide; None if the check is decided, or if the number
             cannot be estimated.
     """
@@ -100,13 +93,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a candidate, with its checks.
-
-    Attributes:
-        outcome: Failed if any check failed, else undecided if any is undecided, else passed.
-        tolerance: The bounds.
-        checks: Three per text, and three for all texts together where there are several.
-    """
+    """The verdict on a candidate, with its checks."""
 
     outcome: Outcome
     tolerance: Tolerance
@@ -132,13 +119,7 @@ def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def judge(summaries: Sequence[Summary], tolerance: Tolerance, *, kl: str = MEAN_KL) -> Verdict:
-    """Check each summary against the bounds.
-
-    Args:
-        summaries: The texts.
-        tolerance: The bounds.
-        kl: `LEAST_KL` if the KL divergences are lower bounds.
-    """
+    """Check each summary against the bounds."""
     checks = tuple(check for summary in summaries for check in _checks(summary, tolerance, kl))
     return Verdict(worst_outcome([check.outcome for check in checks]), tolerance, checks)
 

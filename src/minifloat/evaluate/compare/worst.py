@@ -24,11 +24,6 @@ class ScoredPosition:
 
     Attributes:
         kl: KL divergence in nats.
-        text: Number of the text.
-        window: Number of the window in the text.
-        column: Number of the token in the window.
-        baseline: The baseline's most probable tokens as pairs of token id and probability, in descending order.
-        candidate: The candidate's most probable tokens, likewise.
     """
 
     kl: float
@@ -63,15 +58,7 @@ class WorstPositions:
                 heapq.heappop(self._heap)
 
     def add(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
-        """Add the worst positions of a slab.
-
-        Args:
-            scores: Scores of the slab.
-            p: The baseline's distributions.
-            q: The candidate's distributions.
-            batch: The batch that contains the slab.
-            first: Number of the slab's first position among the scored positions of the batch.
-        """
+        """Add the worst positions of a slab."""
         bound = self._heap[0][0] if len(self._heap) == WORST_TOKENS else 0.0
         rows = (scores.kl > bound).nonzero()[0]
         width = batch.ids.shape[1] - 1

@@ -15,11 +15,7 @@ NAME, TARGET = "minifloat", "minifloat.evaluate.lm_eval.model:MinifloatLM"
 
 
 def register() -> None:
-    """Make the model type known to lm-evaluation-harness in this process; more than once does no harm.
-
-    Raises:
-        UsageError: If the harness is not installed, or is too old for models that are registered by name.
-    """
+    """Make the model type known to lm-evaluation-harness in this process; more than once does no harm."""
     try:
         import lm_eval.models  # noqa: F401  the harness' own names come first
         from lm_eval.api.registry import model_registry

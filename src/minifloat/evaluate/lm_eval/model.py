@@ -34,32 +34,7 @@ _Tokens = tuple[tuple[str, str], list[int], list[int]]
 
 
 class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
-    """A checkpoint, quantized or not, that minifloat's engine runs for lm-evaluation-harness.
-
-    Args:
-        pretrained: A folder, or a model of the hub.
-        tokenizer: Folder or model of the hub with the tokenizer; None: that of `pretrained`.
-        revision: Branch, tag or commit of a model of the hub.
-        batch_size: Requests that run together at most; "auto": 64.
-        max_batch_size: The same, for "auto".
-        device: "cpu", "cuda" or "cuda:N". Without a GPU it is "cpu", as in `HFLM`: the command's default is "cuda:0".
-        dtype: Dtype of the activations, as in `Engine`; "auto" is that of the checkpoint.
-        max_length: Tokens of prompt and answer; None: what model and cache hold. Longer prompts lose their beginning.
-        truncation: As in `HFLM`.
-        add_bos_token: As in `HFLM`.
-        prefix_token_id: As in `HFLM`.
-        think_end_token: As in `HFLM`.
-        enable_thinking: As in `HFLM`.
-        chat_template_args: As in `HFLM`.
-        trust_remote_code: Whether the tokenizer may run code of its repository. The engine runs none.
-        kv_cache_memory: Bytes of the KV cache, as in `Engine`.
-        kv_cache_dtype: As in `Engine`.
-        lm_head: As in `Engine`.
-        activations: As in `Engine`.
-
-    Raises:
-        UsageError: If `batch_size` is not a number or "auto", or as `Engine`.
-    """
+    """A checkpoint, quantized or not, that minifloat's engine runs for lm-evaluation-harness."""
 
     def __init__(
         self,
@@ -208,11 +183,7 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return [answers[index] for index in range(len(requests))]
 
     def _generating(self, context: str, options: dict[str, Any], stop: list[str]) -> tuple[list[int], SamplingParams]:
-        """Return the tokens of a prompt, and how the engine is to continue it.
-
-        Raises:
-            UsageError: If the task wants an option that the engine does not have.
-        """
+        """Return the tokens of a prompt, and how the engine is to continue it."""
         most = options.pop("max_gen_toks")
         room = self.max_length - most
         if room < 1:
@@ -247,11 +218,7 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         work: Sequence[tuple[list[int], SamplingParams]],
         answered: Callable[[int, Delivery], None],
     ) -> None:
-        """Run requests together, and pass each on with its index when it is finished.
-
-        Raises:
-            NonFiniteError: If the model's answer to a request is NaN or Inf.
-        """
+        """Run requests together, and pass each on with its index when it is finished."""
         parts: dict[str, list[Delivery]] = {}
         stream = self.engine.generate([prompt for prompt, _ in work], [params for _, params in work], stream=True)
         for delivery in stream:
@@ -271,11 +238,7 @@ def _likelihood(scored: Delivery, length: int) -> tuple[float, bool]:
 
 
 def _sequences(batch_size: int | str | None, largest: int | None) -> int:
-    """Return the number of requests that run together.
-
-    Raises:
-        UsageError: If the batch size is not a number or "auto".
-    """
+    """Return the number of requests that run together."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return largest or _TOGETHER // 4
     try:

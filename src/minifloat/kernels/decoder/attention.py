@@ -24,10 +24,6 @@ class Attention:
     """The attention of a layer.
 
     Attributes:
-        heads: Number of query heads.
-        kv_heads: Number of key-value heads; divides `heads`.
-        head_dim: Size of a head, even, at most `MAX_HEAD_DIM`.
-        scale: Factor of the product of q and k.
         qkv: The rows of q ``[heads * d, hidden]``, twice as many if `gated`, k and v ``[kv_heads * d, hidden]``, in one
             to three weights. Without values of its own, the layer has no rows of v; with those of another layer, none
             of k.
@@ -36,22 +32,15 @@ class Attention:
         out_bias: ``[hidden]`` or None.
         rotary: The rotary embedding of q and k, or None.
         q_norm: A norm of q before the rotation, or None. Its weight is ``[d]`` for all heads, or ``[heads * d]``.
-        k_norm: The same for k.
         v_norm: A norm of the values of each head, ``[d]``, or None.
-        whole_norms: Whether `q_norm` and `k_norm` are taken over all heads together, and not over each.
         window: A query sees the last `window` keys, its own included; None for all keys up to its own.
         sinks: float32 ``[heads]``: a score of each head that takes part in the softmax and has no value; or None.
         score_cap: Scores become ``cap * tanh(score / cap)``; None: they do not.
-        gated: Whether the rows of q are those of q and of a gate for each head, by whose sigmoid its result is
-            multiplied.
         clip: q, k and v are clamped to this magnitude after their products; None: they are not.
-        values: One of `VALUES`.
         latent: The matrices of latent attention, with ``values="latent"``; else None. There is one key-value head of
             ``[latent | turned]``, and `head_dim` is its size. Rows of `qkv` are those of q, ``[heads * (plain +
             turned), hidden]``, or what `Latent.q_up` makes q of, and of the key, ``[head_dim, hidden]``; `out` is
             ``[hidden, heads * value_dim]``. There are no other norms, no clipping and no gates.
-        k_scale: The scale of k in an E4M3 cache; ignored by other caches. Latents have this scale alone.
-        v_scale: The scale of v in an E4M3 cache; ignored by other caches.
     """
 
     heads: int
@@ -106,13 +95,7 @@ class Attention:
         return [queries, *[rows] * {"own": 2, "keys": 1}.get(self.values, 0)]
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a field has a value that is not supported.
-            UnknownNameError: If `values` is none of `VALUES`.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         self._check_sizes(name)
         if self.values not in VALUES:
             raise UnknownNameError(f"{name}.values", self.values, VALUES)

@@ -36,18 +36,8 @@ _VECTOR = 16
 class KVCache:
     """The memory of a cache; blocks are undefined until a step writes them.
 
-    Args:
-        shapes: For each layer with keys and values of its own the fields of a `CacheShape`; sizes of heads are even.
-        blocks: Number of blocks.
-        element: One of `ELEMENTS`. E4M3 stores numbers divided by the scale of the layer, rounded to nearest, ties to
-            even, clamped to the largest value.
-
     Attributes:
         data: uint8, all bytes: for each of `shapes` ``[blocks, kv_heads, bytes]``.
-
-    Raises:
-        UnknownNameError: If there is no such `element`.
-        ShapeError: If a size is below 1, or the size of a head is odd.
     """
 
     def __init__(self, shapes: Sequence[CacheShape | tuple[int, int]], blocks: int, element: str) -> None:
@@ -71,15 +61,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(shapes: Sequence[CacheShape | tuple[int, int]], element: str) -> int:
-        """Bytes of one block over all layers and heads.
-
-        Args:
-            shapes: As in `KVCache`.
-            element: One of `ELEMENTS`.
-
-        Raises:
-            UnknownNameError: If there is no such `element`.
-        """
+        """Bytes of one block over all layers and heads."""
         return elements_per_block(shapes) * lookup("element of a cache", element, ELEMENTS).itemsize
 
     @property
@@ -90,15 +72,7 @@ class KVCache:
     def write(
         self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None, scales: tuple[float, float]
     ) -> None:
-        """Store tokens, in plain PyTorch.
-
-        Args:
-            layer: Index in `shapes`.
-            slots: int64 ``[T]``: block times `BLOCK_TOKENS` plus row.
-            keys: float32 ``[T, kv_heads, head_dim]``.
-            values: float32 ``[T, kv_heads, head_dim]``; None where the layer has latents.
-            scales: Scales of keys and values, for E4M3.
-        """
+        """Store tokens, in plain PyTorch."""
         block, row = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
         key_view, value_view, pair = self._views(layer)
         key_view[block, :, :, row] = self._coded(keys, scales[0]).view(*keys.shape[:2], -1, pair)
@@ -109,11 +83,6 @@ class KVCache:
         """Return keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
 
         Values of latents are ``[.., latent]``.
-
-        Args:
-            layer: Index in `shapes`.
-            blocks: int64, the blocks of one sequence in order.
-            scales: Scales of keys and values, for E4M3.
         """
         key_view, value_view, _ = self._views(layer)
         shape = self.shapes[layer]

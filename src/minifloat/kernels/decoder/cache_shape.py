@@ -9,8 +9,6 @@ class CacheShape(NamedTuple):
     """The keys and values of a layer.
 
     Attributes:
-        kv_heads: Number of key-value heads.
-        head_dim: Size of a key, and of a value that is stored.
         latent: Number of dimensions of a key that are its value too, which is not stored again; None: values are.
     """
 

@@ -24,13 +24,7 @@ _RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, 
 
 
 def check(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceStates | None = None) -> None:
-    """Validate the arguments of a step.
-
-    Raises:
-        ShapeError: If the cache or the states do not fit the decoder or the batch, sizes do not match, or a number is
-            out of range; the error names the field.
-        UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU.
-    """
+    """Validate the arguments of a step."""
     if cache.shapes != decoder.cache_shapes:
         wanted, found = (_sizes(shapes) for shapes in (decoder.cache_shapes, cache.shapes))
         raise ShapeError("cache", f"expected layers of key-value heads and head size {wanted}, got {found}")

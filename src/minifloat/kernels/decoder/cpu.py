@@ -48,21 +48,7 @@ def step(
     nanoseconds: Tensor | None = None,
     states: SequenceStates | None = None,
 ) -> Tensor:
-    """Implement `minifloat.kernels.decoder.step` for validated arguments.
-
-    Args:
-        decoder: The model.
-        cache: The cache; written.
-        batch: The new tokens and the requested logits.
-        nanoseconds: None, or int64 ``[len(PARTS)]``, to which the time of each part is added.
-        states: The states of the sequences, for a decoder that has any; written.
-
-    Returns:
-        float32 ``[R, rows of lm_head]``.
-
-    Raises:
-        KernelUnavailable: If there is no native library.
-    """
+    """Implement `minifloat.kernels.decoder.step` for validated arguments."""
     library = native.require()
     described = _DESCRIBED.get(decoder)
     if described is None:

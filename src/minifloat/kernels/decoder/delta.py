@@ -36,10 +36,6 @@ class DeltaNet:
     """The gated delta rule of a layer, in the place of attention.
 
     Attributes:
-        k_heads: Number of heads of queries and keys.
-        v_heads: Number of heads of values, a multiple of `k_heads`; consecutive ones share a key head.
-        k_dim: Size of a head of queries or keys.
-        v_dim: Size of a head of values.
         qkvz: The rows of q, k ``[k_heads * k_dim, hidden]``, v and z ``[v_heads * v_dim, hidden]``.
         ba: The rows of b and a, ``[v_heads, hidden]`` each.
         out: ``[hidden, v_heads * v_dim]``.
@@ -48,8 +44,6 @@ class DeltaNet:
         decay: float32 ``[v_heads]``: exp(A_log).
         dt_bias: float32 ``[v_heads]``.
         norm: The norm of the results of each head, ``[v_dim]``.
-        grouped: Whether the rows of `qkvz` and `ba` are those of each key head in turn: q, k, v and z of its heads, or
-            b and a of its heads.
     """
 
     k_heads: int
@@ -96,12 +90,7 @@ class DeltaNet:
         return _padded((self.width - 1) * self.channels)
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a tensor has another dtype, or is not contiguous on the CPU.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         for field in ("k_heads", "v_heads", "k_dim", "v_dim"):
             if getattr(self, field) < 1:
                 raise ShapeError(f"{name}.{field}", f"expected at least 1, got {getattr(self, field)}")
@@ -119,15 +108,7 @@ class DeltaNet:
         self.norm.check(f"{name}.norm", self.v_dim)
 
     def split(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Split the rows of both products into the channels of the convolution, z, b and a.
-
-        Args:
-            qkvz: ``[T, rows of qkvz]``.
-            ba: ``[T, 2 * v_heads]``.
-
-        Returns:
-            ``[T, channels]``, ``[T, v_heads, v_dim]``, ``[T, v_heads]`` and ``[T, v_heads]``.
-        """
+        """Split the rows of both products into the channels of the convolution, z, b and a."""
         count, sizes = len(qkvz), [*self.sections, self.sections[2]]
         if not self.grouped:
             *parts, z = torch.split_with_sizes(qkvz, sizes, dim=-1)
@@ -140,18 +121,7 @@ class DeltaNet:
         return torch.cat(parts, dim=-1), z.reshape(count, self.v_heads, self.v_dim), b, a
 
     def run(self, inputs: Tensor, z: Tensor, b: Tensor, a: Tensor, state: Tensor) -> Tensor:
-        """Compute the tokens of one sequence, in plain PyTorch.
-
-        Args:
-            inputs: float32 ``[T, channels]``, as `split` returns it; so are `z`, `b` and `a`.
-            z: ``[T, v_heads, v_dim]``.
-            b: ``[T, v_heads]``.
-            a: ``[T, v_heads]``.
-            state: ``[state_floats]``, of the tokens before; written.
-
-        Returns:
-            float32 ``[T, v_heads * v_dim]``.
-        """
+        """Compute the tokens of one sequence, in plain PyTorch."""
         before = state[: (self.width - 1) * self.channels].view(self.width - 1, self.channels)
         window = torch.cat([before, inputs])
         before.copy_(window[len(inputs) :])

@@ -13,12 +13,7 @@ from minifloat.kernels.pack import PackedWeight
 
 
 def expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
-    """Check that a tensor has a shape and one of some dtypes, and is contiguous on the CPU.
-
-    Raises:
-        ShapeError: If it has another shape.
-        UnsupportedTensorError: If it has another dtype or device, or is not contiguous.
-    """
+    """Check that a tensor has a shape and one of some dtypes, and is contiguous on the CPU."""
     if tuple(tensor.shape) != tuple(shape):
         raise ShapeError(name, f"expected {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes or not tensor.is_cpu or not tensor.is_contiguous():
@@ -28,12 +23,7 @@ def expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[tor
 
 
 def expect_weights(name: str, weights: Sequence[PackedWeight], rows: int, cols: int) -> None:
-    """Check that packed weights have `cols` columns and together `rows` rows.
-
-    Raises:
-        ShapeError: If they do not, or one has no row.
-        UnsupportedTensorError: If the memory of one holds no such weight.
-    """
+    """Check that packed weights have `cols` columns and together `rows` rows."""
     shapes = [tuple(weight.shape) for weight in weights]
     if sum(count for count, _ in shapes) != rows or any(width != cols for _, width in shapes):
         raise ShapeError(name, f"expected {rows} rows of {cols}, got {shapes}")
@@ -42,12 +32,7 @@ def expect_weights(name: str, weights: Sequence[PackedWeight], rows: int, cols: 
 
 
 def expect_biases(name: str, biases: Sequence[Tensor | None] | None, weights: Sequence[PackedWeight]) -> None:
-    """Check that there is a bias or None for each of some weights, all of one dtype.
-
-    Raises:
-        ShapeError: If there are more or fewer, or one does not fit its weight.
-        UnsupportedTensorError: If the dtypes differ, or are not supported.
-    """
+    """Check that there is a bias or None for each of some weights, all of one dtype."""
     if biases is None:
         return
     if len(biases) != len(weights):

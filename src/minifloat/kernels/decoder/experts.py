@@ -26,15 +26,8 @@ class Router:
 
     Attributes:
         weight: ``[experts, hidden]``, float32 or bfloat16.
-        top_k: Number of experts of a token.
-        kind: One of `ROUTERS`.
-        normalize: Whether the weights of the chosen experts are scaled to sum to 1.
         bias: float32 ``[experts]``, added to the products; or None.
         correction: float32 ``[experts]``, added to the scores for the choice alone; or None.
-        groups: Groups of experts, neighbours in one group.
-        groups_kept: Groups with the largest sums of their best scores, from which experts are chosen.
-        group_best: How many scores of a group are summed for that, 1 or 2.
-        factor: Multiplies all weights.
         scales: float32 ``[experts]``, by which the weights of experts are multiplied after all else; or None.
     """
 
@@ -51,13 +44,7 @@ class Router:
     scales: Tensor | None = None
 
     def check(self, name: str, experts: int, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a tensor has a dtype that is not supported.
-            UnknownNameError: If `kind` is none of `ROUTERS`.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         expect(name, self.weight, (experts, hidden), (torch.float32, torch.bfloat16))
         if not 1 <= self.top_k <= experts:
             raise ShapeError(f"{name}.top_k", f"expected 1 to {experts}, got {self.top_k}")
@@ -103,12 +90,6 @@ class ExpertNorms:
 
     The layer's MLP is then ``mlp(shared(mlp_norm(x))) + experts(mixture(input(x)))``, and what chooses the experts is
     ``router(x)``.
-
-    Attributes:
-        router: Norm of what chooses them.
-        input: Norm of their input.
-        experts: Norm of their weighted sum.
-        mlp: Norm of the result of the MLP.
     """
 
     router: Norm
@@ -127,12 +108,10 @@ class Experts:
     """A mixture of experts: each token uses `Router.top_k` of many MLPs.
 
     Attributes:
-        router: What chooses them.
         gate_up: One projection ``[2 * intermediate, hidden]`` per expert, the rows of gate first; or two, gate and up.
         down: ``[hidden, intermediate]`` per expert.
         gate_up_bias: For each of `gate_up` the biases of all experts ``[experts, rows]``; or None.
         down_bias: ``[experts, hidden]`` or None.
-        activation: The function, gated.
         shared: An MLP that all tokens use in addition, or None.
         shared_gate: float32 ``[hidden]``: the sigmoid of its product with the input multiplies the shared MLP; or None.
         norms: Norms of their own, where `shared` reads another input, without `shared_gate`; or None.
@@ -154,13 +133,7 @@ class Experts:
         return self.down.shape[1]
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a tensor has a dtype that is not supported.
-            UnknownNameError: If there is no such activation function or router.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         experts = len(self.down)
         self.activation.check(name)
         self.router.check(f"{name}.router", experts, hidden)

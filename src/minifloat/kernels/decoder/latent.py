@@ -72,17 +72,7 @@ class Latent:
         return self.plain + head_dim - self.rank
 
     def check(self, name: str, heads: int, head_dim: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Args:
-            name: Prefix.
-            heads: Number of heads.
-            head_dim: Size of the cached key.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a tensor has a dtype that is not supported.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         counts = {"keys": len(self.keys), "values": len(self.values)}
         for field, count in counts.items():
             if count != heads:
@@ -104,15 +94,7 @@ class Latent:
             self.q_norm.check(f"{name}.q_norm", self.q_up.shape[1])
 
     def multiplied(self, plain: Tensor, multiply: _Multiply) -> Tensor:
-        """Return the part of queries that the latents are multiplied with, in plain PyTorch.
-
-        Args:
-            plain: ``[T, heads, plain]``.
-            multiply: Multiplies rows with a packed weight, in the dtype of a decoder.
-
-        Returns:
-            ``[T, heads, rank]``.
-        """
+        """Return the part of queries that the latents are multiplied with, in plain PyTorch."""
         if self.key_factors is not None:
             plain = (plain.float() * self.key_factors).to(plain.dtype)
         return torch.stack([multiply(plain[:, h], weight) for h, weight in enumerate(self.keys)], dim=1)

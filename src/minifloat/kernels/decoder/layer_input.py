@@ -22,8 +22,6 @@ class LayerInputs:
         table: ``[vocab, layers * size]``, bfloat16, float16 or float32.
         projection: ``[layers * size, hidden]``.
         norm: Norm ``[size]`` of the projection for each layer.
-        table_factor: Multiplies the rows of the table.
-        factor: Multiplies the sum.
     """
 
     table: Tensor
@@ -38,12 +36,7 @@ class LayerInputs:
         return self.norm.weight.numel()
 
     def check(self, vocab: int, layers: int, hidden: int) -> None:
-        """Validate sizes and dtypes.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a tensor has a dtype that is not supported.
-        """
+        """Validate sizes and dtypes."""
         self.norm.check("inputs.norm", self.size)
         expect("inputs.table", self.table, (vocab, layers * self.size), tuple(DTYPES))
         expect_weights("inputs.projection", (self.projection,), layers * self.size, hidden)
@@ -57,7 +50,6 @@ class LayerInput:
         gate: ``[size, hidden]``.
         out: ``[hidden, size]``.
         norm: Norm ``[hidden]``.
-        activation: The function, gated.
     """
 
     gate: PackedWeight
@@ -66,13 +58,7 @@ class LayerInput:
     activation: Activation
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a field has a value that is not supported.
-            UnknownNameError: If there is no such activation function.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         self.activation.check(name)
         if not self.activation.gated:
             raise UnsupportedTensorError(f"{name}.activation", "expected a gated one")

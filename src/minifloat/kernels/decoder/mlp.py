@@ -18,16 +18,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 
 @dataclass(frozen=True)
 class Activation:
-    """What an MLP does between its products.
-
-    Attributes:
-        name: One of `ACTIVATIONS`. "gelu" is that of the error function, "relu2" the square of ReLU, and
-            "clamped_swiglu" that of gpt-oss: ``(clamp(up) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``
-            and `up` clamped to ``-limit .. limit``.
-        gated: Whether the result is ``function(gate) * up``, and not ``function(x)``.
-        alpha: Of "clamped_swiglu".
-        limit: Of "clamped_swiglu".
-    """
+    """What an MLP does between its products."""
 
     name: str = "silu"
     gated: bool = True
@@ -76,7 +67,6 @@ class Mlp:
         down: ``[hidden, intermediate]``.
         gate_up_bias: A bias or None for each weight of `gate_up`, of one dtype; or None.
         down_bias: ``[hidden]`` or None.
-        activation: The function.
     """
 
     gate_up: FusedWeights
@@ -91,13 +81,7 @@ class Mlp:
         return self.down.shape[1]
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a tensor has a dtype that is not supported.
-            UnknownNameError: If there is no such activation function.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         self.activation.check(name)
         expect_weights(f"{name}.down", (self.down,), hidden, self.intermediate)
         expect_weights(f"{name}.gate_up", self.gate_up, self.activation.inputs * self.intermediate, hidden)

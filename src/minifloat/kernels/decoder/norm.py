@@ -16,9 +16,7 @@ class Norm:
 
     Attributes:
         weight: float32 ``[n]``, ones where the model has no weight.
-        eps: Epsilon.
         bias: float32 ``[n]`` or None.
-        centered: Whether the mean is subtracted first, as in a layer norm.
     """
 
     weight: Tensor
@@ -27,12 +25,7 @@ class Norm:
     centered: bool = False
 
     def check(self, name: str, size: int) -> None:
-        """Check that the norm is one of rows of `size`; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If it has another size.
-            UnsupportedTensorError: If a tensor is not contiguous float32 on the CPU.
-        """
+        """Check that the norm is one of rows of `size`; `name` is the prefix of field names in errors."""
         expect(name, self.weight, (size,))
         if self.bias is not None:
             expect(f"{name}.bias", self.bias, (size,))

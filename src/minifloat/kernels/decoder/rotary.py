@@ -17,8 +17,6 @@ class Rotary:
 
     Attributes:
         inv_freq: float32 ``[r]``: radians per position of each pair.
-        scaling: Factor of cosines and sines.
-        interleaved: Whether the pairs are dimensions 2i and 2i + 1, and not i and i + r.
     """
 
     inv_freq: Tensor
@@ -31,12 +29,7 @@ class Rotary:
         return 2 * self.inv_freq.numel()
 
     def check(self, name: str, head_dim: int) -> None:
-        """Check that the embedding fits heads of `head_dim`.
-
-        Raises:
-            ShapeError: If it turns more dimensions than a head has.
-            UnsupportedTensorError: If `inv_freq` is not contiguous float32 on the CPU.
-        """
+        """Check that the embedding fits heads of `head_dim`."""
         if self.inv_freq.ndim != 1 or self.dims > head_dim:
             raise ShapeError(name, f"expected at most [{head_dim // 2}], got {list(self.inv_freq.shape)}")
         expect(name, self.inv_freq, (self.inv_freq.numel(),))

@@ -22,16 +22,9 @@ class SequenceStates:
 
     A state is undefined until a step writes it; one whose first token is at position 0 begins with zeros.
 
-    Args:
-        floats: Size of the state of a sequence in all layers (`Decoder.state_floats`).
-        slots: Number of slots.
-
     Attributes:
         data: float32 ``[slots, floats]``. A slot that was never used takes no memory of the machine.
         tokens: int32 ``[slots]``: how many tokens of its sequence each state has seen; -1: undefined.
-
-    Raises:
-        ShapeError: If a size is below 1.
     """
 
     def __init__(self, floats: int, slots: int) -> None:
@@ -66,16 +59,7 @@ class SequenceStates:
         self.tokens[target] = self.tokens[source]
 
     def check(self, slots: Sequence[int], first: Sequence[int]) -> None:
-        """Validate that slots can continue their sequences.
-
-        Args:
-            slots: The slots of a step.
-            first: Position of the first token of each sequence in the step.
-
-        Raises:
-            ShapeError: If there is no such slot, two sequences have the same, or the state of one is that of another
-                number of tokens.
-        """
+        """Validate that slots can continue their sequences."""
         if len(set(slots)) < len(slots):
             raise ShapeError("slots", f"expected a slot for each sequence, got {list(slots)}")
         for sequence, (slot, position) in enumerate(zip(slots, first, strict=True)):

@@ -36,16 +36,11 @@ class Layer:
 
     Attributes:
         input_norm: Norm of the input of attention; None: attention reads x itself.
-        attention: The attention, or what takes its place.
         mlp_norm: Norm of the input of the MLP; None: it reads x itself, or, where `parallel`, what attention reads.
-        mlp: The MLP or the experts.
         attention_norm: Norm of the result of attention, or None.
         result_norm: Norm of the result of the MLP, or None; experts have none.
-        parallel: Whether the MLP reads x from before attention.
-        residual_factor: Multiplies both results.
         cache_of: Index of an earlier layer whose keys and values attention reads; None: it has its own.
         input: What it does with its part of `Decoder.inputs` after that, or None.
-        scalar: Multiplies x at the end.
     """
 
     input_norm: Norm | None
@@ -61,12 +56,7 @@ class Layer:
     scalar: float = 1.0
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
-
-        Raises:
-            ShapeError: If sizes do not match.
-            UnsupportedTensorError: If a field has a value that is not supported.
-        """
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         is_shared = isinstance(self.attention, Attention) and self.attention.values == "shared"
         if (self.cache_of is None) == is_shared:
             raise ShapeError(f"{name}.cache_of", "expected a layer where keys and values are shared, else None")
@@ -92,25 +82,10 @@ class Decoder:
     """A model, from token ids to logits.
 
     Attributes:
-        dtype: The dtype of the inputs and outputs of linears: bfloat16, float16 or float32. Everything between them is
-            float32.
         embedding: ``[vocab, hidden]``, bfloat16, float16 or float32.
-        layers: At least one.
-        norm: The norm before `lm_head`.
         lm_head: ``[rows, hidden]``, usually one row per token of the vocabulary.
-        embedding_factor: Multiplies the rows of the embedding.
-        logits_factor: Multiplies logits.
         logits_cap: Logits become ``cap * tanh(logit / cap)`` after that; None: they do not.
-        int8_inputs: Whether the products with packed weights, `lm_head` included, may round their inputs to int8 as
-            `minifloat.kernels.linear.linear` does.
         inputs: What layers read of a token besides x; None where no layer has an `input`.
-        batch_invariant: Whether the bits of the logits of a sequence depend on its tokens alone: not on other sequences
-            of a batch, on how its tokens are divided into steps, or on the number of threads. The native library has
-            such products; the reference does not. Excludes `int8_inputs`.
-
-    Raises:
-        ShapeError: If sizes do not match; the error names the field.
-        UnsupportedTensorError: If a field does not support a dtype, or a tensor is not contiguous on the CPU.
     """
 
     dtype: torch.dtype

@@ -21,11 +21,7 @@ _STATIC, _OF_TENSOR, _OF_BLOCK = 0, 1, 2
 
 
 def why_not(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
-    """Return why the native library cannot run here or does not take `x` or `spec`; empty if it can.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return why the native library cannot run here or does not take `x` or `spec`; empty if it can."""
     if spec.scale is not FLOAT32:
         return f"it computes float32 scales, not {spec.scale.name} scales"
     if torch.compiler.is_compiling() or type(x) is not Tensor:

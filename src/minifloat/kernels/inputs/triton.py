@@ -79,33 +79,7 @@ def quantize_groups(
     HARDWARE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Quantize ``GROUPS`` groups of columns.
-
-    Args:
-        x_ptr: ``[rows, cols]``, rows `x_stride` apart; int16 where BF16, else float16 or float32.
-        codes_ptr: uint8, contiguous; rows beyond those of `x` become zeros.
-        scales_ptr: float32 ``[rows, groups]``; not written where GIVEN.
-        given_ptr: float32, one element; read where GIVEN.
-        rows: Rows of `x`.
-        cols: Columns of `x`.
-        groups: Groups per row.
-        total: Number of groups of all rows of the codes.
-        x_stride: Elements between rows of `x`.
-        scale_row_stride: Elements between rows of the scales.
-        scale_col_stride: Elements between columns of the scales.
-        BF16: Whether `x` is bfloat16.
-        GIVEN: Whether `given_ptr` holds the scale.
-        GROUP: Columns of a group, a power of two; 0 for all columns.
-        GROUPS: Groups of one program.
-        CHUNK: Columns of a group that are loaded together.
-        WHOLE: Whether a chunk is a whole group.
-        LARGEST: The largest value of the format, a float.
-        ELEMENT_MANTISSA: `triton_cast.constants` of the format.
-        ELEMENT_BIAS: `triton_cast.constants` of the format.
-        ELEMENT_SIGN: Bit number of the sign of a code.
-        HARDWARE: Whether the format is E4M3, and the device rounds to it.
-        NAN_CODE: The NaN code of the format.
-    """
+    """Quantize ``GROUPS`` groups of columns."""
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group = (index // groups).to(tl.int64), index % groups
     col = (group * GROUP)[:, None] + tl.arange(0, CHUNK)[None, :]
@@ -183,15 +157,7 @@ def options(arguments: dict[str, Any]) -> dict[str, Any]:
 def kernel_arguments(
     spec: ActivationSpec, dtype: torch.dtype, cols: int, *, given: bool, rounds_e4m3: bool = False
 ) -> dict[str, Any]:
-    """Return the constants that `quantize_groups` is compiled with.
-
-    Args:
-        spec: How inputs are quantized.
-        dtype: The dtype of the input.
-        cols: Columns of the input.
-        given: Whether the caller passes the scale.
-        rounds_e4m3: As in `quantize.triton.kernel_arguments`.
-    """
+    """Return the constants that `quantize_groups` is compiled with."""
     element: ElementFormat = spec.element
     width = spec.granularity.cols or 0
     chunk = width or min(1 << max(cols - 1, 1).bit_length(), _LARGEST_TILE)

@@ -21,18 +21,7 @@ _LINEAR = structs.struct_of(structs.LinearArgs)
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
-    """Validate the arguments of `run`.
-
-    Args:
-        x: ``[..., K]``.
-        cols: K.
-        rows: N of each weight.
-        biases: None, or per weight None or ``[N_i]``.
-
-    Raises:
-        ShapeError: If `x` or a bias does not fit.
-        UnsupportedTensorError: If a dtype or device has no kernel, or biases differ in dtype.
-    """
+    """Validate the arguments of `run`."""
     if not has_kernel(x):
         raise unsupported("x", x)
     if x.ndim == 0 or x.shape[-1] != cols:
@@ -55,20 +44,7 @@ def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | N
 
 
 def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None, int8_inputs: bool = False) -> Tensor:
-    """Compute ``x @ W.T + bias`` for several weights, their results side by side.
-
-    Args:
-        x: ``[..., K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        pointers: Addresses of packed weights ``[N_i, K]``, all of one form.
-        biases: None, or per weight None or ``[N_i]``, all of one dtype of `DTYPES`, any strides.
-        int8_inputs: Whether the kernels may round `x` to int8.
-
-    Returns:
-        ``[..., sum of N_i]``, the dtype of `x`.
-
-    Raises:
-        KernelUnavailable: If there is no native library.
-    """
+    """Compute ``x @ W.T + bias`` for several weights, their results side by side."""
     library = native.require()
     shape, rows = x.shape, pointers.total
     if x.is_contiguous():

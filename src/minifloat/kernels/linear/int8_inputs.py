@@ -19,11 +19,7 @@ ISAS = ("avx512_bf16", "avx512_vnni")
 
 
 def why_not(weight: PackedWeight | None = None) -> str:
-    """Return why inputs are never rounded to int8; empty if they are.
-
-    Args:
-        weight: The weight of the product; None for the reason that holds for all weights in this process.
-    """
+    """Return why inputs are never rounded to int8; empty if they are."""
     if native.load() is None:
         return native.why_unavailable()
     if native.isa() not in ISAS:

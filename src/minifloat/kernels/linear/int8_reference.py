@@ -31,16 +31,7 @@ SMALLEST_AMAX = 2.0**-100
 
 
 def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` with `x` and a quantized weight rounded to int8; a BF16 weight: neither.
-
-    Args:
-        x: ``[..., K]``, floating.
-        weight: A weight ``[N, K]``, quantized or bfloat16.
-        bias: ``[N]`` or None.
-
-    Returns:
-        ``[..., N]``, the dtype of `x`, summed in float32 and rounded once.
-    """
+    """Compute ``x @ weight.T + bias`` with `x` and a quantized weight rounded to int8; a BF16 weight: neither."""
     if isinstance(weight, Tensor):
         inputs, values = x.float(), weight.float()
     else:

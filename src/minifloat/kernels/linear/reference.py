@@ -22,12 +22,6 @@ def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None, sla
 
     Each output is one dot product over all of K, so the size of a slab changes results only by the order of summation
     that torch picks for a matrix of that height.
-
-    Args:
-        x: ``[..., K]``, floating.
-        weight: A weight ``[N, K]``, quantized or bfloat16.
-        bias: ``[N]`` or None.
-        slab_bytes: float32 bytes of a slab; a slab has at least one row of blocks.
     """
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)

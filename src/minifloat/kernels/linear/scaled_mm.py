@@ -50,12 +50,7 @@ def recipe_of(inputs: Granularity, weight: Granularity) -> Recipe | None:
 
 
 def why_not(weight: QuantizedTensor, activation: ActivationSpec) -> str:
-    """Return why `scaled_mm` cannot multiply such inputs with a weight on its device; empty if it can.
-
-    Args:
-        weight: A weight in any format.
-        activation: How inputs are quantized.
-    """
+    """Return why `scaled_mm` cannot multiply such inputs with a weight on its device; empty if it can."""
     for element, scale in ((weight.spec.element, weight.spec.scale), (activation.element, activation.scale)):
         if element is not E4M3 or scale is not FLOAT32:
             return f"scaled_mm multiplies E4M3 with float32 scales, not {element.name} with {scale.name} scales"
@@ -110,13 +105,7 @@ def quantized_linear(
 
 
 def input_scales(recipe: Recipe, scale: Tensor, rows: int) -> tuple[Tensor, ScalingType]:
-    """Return the scales of inputs as `scaled_mm` takes them, and their scaling type.
-
-    Args:
-        recipe: The recipe of the product.
-        scale: Scales of `quantize_inputs`.
-        rows: Rows of the codes.
-    """
+    """Return the scales of inputs as `scaled_mm` takes them, and their scaling type."""
     if recipe is Recipe.TENSOR:
         return scale, ScalingType.TensorWise
     if recipe is Recipe.ROW:

@@ -26,19 +26,7 @@ def run(
     biases: Tensor | None,
     int8_inputs: bool = False,
 ) -> Tensor:
-    """Compute rows t: row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``.
-
-    Args:
-        x: ``[M, K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        pointers: Addresses of the packed weights ``[N, K]`` of the experts, all of one form.
-        offsets: int64 ``[experts + 1]``, contiguous, not falling, from 0 to T.
-        x_rows: int64 ``[T]``, contiguous, below M; or None: row t of `x`.
-        biases: None, or ``[experts, N]`` of one of `DTYPES`, rows contiguous.
-        int8_inputs: Whether the kernels may round `x` to int8.
-
-    Returns:
-        ``[T, N]``, the dtype of `x`.
-    """
+    """Compute rows t: row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``."""
     library = native.require()
     matrix = x if x.stride(1) == 1 else x.contiguous()
     rows = pointers.rows[0]

@@ -10,18 +10,7 @@ from minifloat.kernels.pack.weight import PackedWeights
 
 
 class PackedExperts(PackedWeights):
-    """The packed weights ``[N, K]`` of a projection of all experts of a layer.
-
-    Args:
-        weights: At least one; all of one shape and kind.
-
-    Attributes:
-        shape: ``(N, K)`` of each.
-
-    Raises:
-        ShapeError: If there are no weights, or weights of several shapes.
-        UnsupportedTensorError: If the weights have several formats or kinds of scales.
-    """
+    """The packed weights ``[N, K]`` of a projection of all experts of a layer."""
 
     name = "experts"
 

@@ -158,9 +158,6 @@ def _open(path: Path) -> ctypes.CDLL:
     """Open the library. Where the system has no OpenMP, the library takes the one that torch brings.
 
     torch itself is not imported.
-
-    Raises:
-        OSError: If the library or a library that it needs cannot be opened.
     """
     try:
         return ctypes.CDLL(str(path))

@@ -17,23 +17,10 @@ class Library:
     Each method runs the C function ``minifloat_<name>``, which ``csrc/api.h`` describes, and leaves the results in its
     argument. A method raises ValueError if the C function rejects the arguments (a bug of the caller, which validates
     them), and MemoryError if there is no memory for the scratch buffers.
-
-    Attributes:
-        built: The instruction sets of the build.
-        isas: Those of them that this processor can run, fastest first.
-        isa: The instruction set that calls use.
     """
 
     def __init__(self, cdll: ctypes.CDLL, isa: str | None = None) -> None:
-        """Bind the library to an instruction set.
-
-        Args:
-            cdll: The library; its version has been checked.
-            isa: The instruction set; None for the fastest.
-
-        Raises:
-            KernelUnavailable: If `isa` is unknown, or the processor does not have it.
-        """
+        """Bind the library to an instruction set."""
         self._cdll = cdll
         names = self.built = tuple(cdll.minifloat_isa_name(i).decode() for i in range(cdll.minifloat_isa_count()))
         self.isas = tuple(name for i, name in enumerate(names) if cdll.minifloat_isa_supported(i))
@@ -45,11 +32,7 @@ class Library:
         self._index = names.index(self.isa)
 
     def with_isa(self, isa: str) -> Library:
-        """Return the same library bound to another instruction set.
-
-        Raises:
-            KernelUnavailable: If `isa` is unknown, or the processor does not have it.
-        """
+        """Return the same library bound to another instruction set."""
         return Library(self._cdll, isa)
 
     @property
@@ -108,13 +91,7 @@ class Library:
             _check(status)
 
     def rounds_inputs(self, weight: int, m: int, x_dtype: int) -> bool:
-        """Return whether a product with `int8_inputs` rounds `m` rows of ``enum minifloat_dtype`` `x_dtype`.
-
-        Args:
-            weight: Address of a packed weight.
-            m: Number of rows.
-            x_dtype: Their dtype.
-        """
+        """Return whether a product with `int8_inputs` rounds `m` rows of ``enum minifloat_dtype`` `x_dtype`."""
         return bool(
             self._cdll.minifloat_rounds_inputs(
                 self._index, ctypes.c_void_p(weight), ctypes.c_int64(m), ctypes.c_int32(x_dtype)

@@ -15,11 +15,7 @@ from minifloat.kernels.native import structs
 
 
 def why_not() -> str:
-    """Return why the native library cannot run here; empty if it can.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return why the native library cannot run here; empty if it can."""
     return native.why_unavailable()
 
 

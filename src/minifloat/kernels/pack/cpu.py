@@ -13,11 +13,7 @@ from minifloat.kernels.pack.layout import Form
 
 
 def why_not() -> str:
-    """Return why the native library cannot run here; empty if it can.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return why the native library cannot run here; empty if it can."""
     return native.why_unavailable()
 
 

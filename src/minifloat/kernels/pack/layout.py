@@ -26,14 +26,7 @@ _ELEMENTS: dict[ElementFormat, int] = {E4M3: 0, E2M1: 1, BFLOAT16: 2}  # enum mi
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which the CPU kernels hold a weight ``[N, K]``.
-
-    Attributes:
-        format: E4M3, E2M1 or BFLOAT16.
-        grid: One of ``ROW``, ``BLOCK``, ``CODED_E8M0``, ``CODED_E4M3``.
-        shape: ``(N, K)``.
-        block: Rows and columns that share a scale.
-    """
+    """The form in which the CPU kernels hold a weight ``[N, K]``."""
 
     format: ElementFormat
     grid: int
@@ -47,12 +40,7 @@ class Form:
 
 
 def form_of(spec: WeightSpec | None, shape: tuple[int, int]) -> Form | str:
-    """Return the form of a weight, or why it has none.
-
-    Args:
-        spec: How the weight is quantized; None for BF16.
-        shape: ``(N, K)``.
-    """
+    """Return the form of a weight, or why it has none."""
     rows, cols = shape
     if rows < 1 or cols < 1:
         return f"an empty weight {rows}x{cols}"

@@ -22,15 +22,7 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 
 class Pointers:
-    """The addresses of the weights of one call, as the kernels take them. The holder must keep the weights alive.
-
-    Attributes:
-        address: Address of the array of addresses.
-        count: Number of weights.
-        rows: N of each weight.
-        total: The sum of `rows`.
-        cols: K.
-    """
+    """The addresses of the weights of one call, as the kernels take them. The holder must keep the weights alive."""
 
     __slots__ = ("_array", "address", "cols", "count", "rows", "total")
 
@@ -56,7 +48,6 @@ class PackedWeight:
     Attributes:
         data: uint8 ``[bytes]``, on the CPU, contiguous, 64-byte aligned.
         spec: How the weight is quantized; None for BF16.
-        shape: ``(N, K)``.
     """
 
     data: Tensor
@@ -70,11 +61,7 @@ class PackedWeight:
 
     @property
     def form(self) -> Form:
-        """The form of the weight.
-
-        Raises:
-            UnsupportedTensorError: If a weight of this `spec` and `shape` has no form.
-        """
+        """The form of the weight."""
         form = form_of(self.spec, self.shape)
         if isinstance(form, str):
             raise UnsupportedTensorError("weight", f"has no packed form: {form}")
@@ -92,13 +79,7 @@ class PackedWeight:
         return Pointers((self.address,), (self.shape[0],), self.shape[1])
 
     def check(self) -> None:
-        """Validate that `data` holds a packed weight of `spec` and `shape`, which the kernels rely on.
-
-        Raises:
-            UnsupportedTensorError: If `data` is not contiguous, 64-byte aligned uint8 on the CPU, or holds something
-                else.
-            ShapeError: If `data` holds a weight of another shape, or fewer bytes than its header says.
-        """
+        """Validate that `data` holds a packed weight of `spec` and `shape`, which the kernels rely on."""
         data = self.data
         if data.device.type != "cpu" or data.dtype != torch.uint8 or not data.is_contiguous():
             raise UnsupportedTensorError(
@@ -143,13 +124,7 @@ class PackedWeight:
         return QuantizedTensor(self.spec, self.shape, codes, scale, tensor_scale, global_divides=False)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
-        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
-
-        Args:
-            dtype: The dtype of the result.
-            rows: The rows to return, None for all; must start and end at multiples of the granularity's rows (or at the
-                edge).
-        """
+        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once."""
         weight = self.unpack()
         if isinstance(weight, Tensor):
             return weight[rows if rows is not None else slice(None)].to(dtype)
@@ -166,15 +141,7 @@ class PackedWeight:
 
 
 class PackedWeights(Sequence[PackedWeight]):
-    """The packed weights of one call, validated once.
-
-    Args:
-        weights: At least one; all of one format and kind of scales.
-
-    Raises:
-        ShapeError: If there are no weights.
-        UnsupportedTensorError: If the weights have several formats or kinds of scales.
-    """
+    """The packed weights of one call, validated once."""
 
     #: The name of the weights in errors.
     name = "weights"
@@ -211,18 +178,7 @@ class PackedWeights(Sequence[PackedWeight]):
 
 
 class FusedWeights(PackedWeights):
-    """Packed weights that are multiplied with the same input in one call: of q, k and v, or of gate and up.
-
-    Args:
-        weights: At least one; ``[N_i, K]`` with one K, of one format and kind of scales.
-
-    Attributes:
-        rows: N of each weight.
-
-    Raises:
-        ShapeError: If there are no weights, or their K differ.
-        UnsupportedTensorError: If the weights have several formats or kinds of scales.
-    """
+    """Packed weights that are multiplied with the same input in one call: of q, k and v, or of gate and up."""
 
     def _check_shapes(self, shapes: list[tuple[int, int]]) -> None:
         self.rows = [rows for rows, _ in shapes]

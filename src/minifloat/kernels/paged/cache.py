@@ -25,26 +25,10 @@ ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": tor
 class PagedCache:
     """The memory of a paged KV cache.
 
-    Args:
-        layers: Layers of the decoder.
-        kv_heads: Heads of keys and values.
-        head_dim: Size of a head.
-        blocks: Blocks that sequences may own.
-        element: One of `ELEMENTS`. E4M3 stores numbers divided by the scale of layer and head, rounded to nearest, ties
-            to even, clamped to the largest value.
-        device: The device of the cache.
-        rows: Maximum number of sequences in a call of `attend`.
-        scales: float32 ``[layers, 2, kv_heads]``, the scales of keys and of values; None for ones. Only E4M3 uses them.
-
     Attributes:
         data: The blocks, ``[layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim]``.
         scales: float32 ``[layers, 2, kv_heads]``.
-        spare: The block that belongs to no sequence.
         counters: int32 ``[rows * kv_heads]``, zero between launches: the number of finished runs of keys.
-
-    Raises:
-        UnknownNameError: If there is no such `element`.
-        ShapeError: If `scales` has another shape.
     """
 
     def __init__(
@@ -78,14 +62,7 @@ class PagedCache:
         return self.data.nbytes
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store tokens, in plain PyTorch.
-
-        Args:
-            layer: Index of the layer.
-            slots: Integers ``[T]``: block times `BLOCK_TOKENS` plus row.
-            keys: float32 ``[T, kv_heads, head_dim]``.
-            values: float32 ``[T, kv_heads, head_dim]``.
-        """
+        """Store tokens, in plain PyTorch."""
         block, row = (slots // BLOCK_TOKENS).long(), (slots % BLOCK_TOKENS).long()
         for index, x in enumerate((keys, values)):
             if self.element == E4M3.name:
@@ -93,12 +70,7 @@ class PagedCache:
             self.data[layer, :, index].transpose(1, 2)[block, row] = x.to(self.data.dtype)
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, float32 ``[..., n * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
-
-        Args:
-            layer: Index of the layer.
-            blocks: Integers ``[..., n]``: blocks in the order of their tokens.
-        """
+        """Return keys and values, float32 ``[..., n * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch."""
         keys_and_values = self.data[layer][blocks.long()].movedim(-4, 0)
         keys, values = (x.transpose(-2, -3).flatten(-4, -3) for x in keys_and_values)
         return self._decoded(keys, layer, 0), self._decoded(values, layer, 1)

@@ -38,11 +38,7 @@ _LANES = 16
 
 
 def why_not(spec: WeightSpec | None) -> str:
-    """Return why the native library cannot run here or does not cover `spec`; empty if it can.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return why the native library cannot run here or does not cover `spec`; empty if it can."""
     if native.load() is None:
         return native.why_unavailable()
     if spec is None:

@@ -16,12 +16,7 @@ class Slab:
 
     Attributes:
         data: uint8, contiguous, not empty: the bytes of the slab.
-        dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
-        shape: ``(R, K)``.
-        spec: Format, scales and granularity of the quantized weight.
         tensor_amax: The amax of the whole tensor if ``spec.needs_tensor_amax``, else None.
-        codes: uint8, filled with the codes.
-        scales: float32 or uint8, filled with the scales.
     """
 
     data: npt.NDArray[np.uint8]

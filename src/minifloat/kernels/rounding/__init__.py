@@ -101,12 +101,7 @@ def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
 
 
 def _runs_native(name: str, impl: str) -> bool:
-    """Return whether a call goes to the native library.
-
-    Raises:
-        KernelUnavailable: If `impl` asks for the library and there is none.
-        UnknownNameError: If there is no such `impl`.
-    """
+    """Return whether a call goes to the native library."""
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
     reason = cpu.why_not()

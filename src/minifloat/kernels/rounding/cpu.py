@@ -16,11 +16,7 @@ from minifloat.numerics.formats import ElementFormat
 
 
 def why_not() -> str:
-    """Return why the native library cannot run here; empty if it can.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return why the native library cannot run here; empty if it can."""
     return "" if native.load() is not None else native.why_unavailable()
 
 

@@ -113,12 +113,7 @@ _NEWER = {"gpt_oss": {"swiglu_alpha": 1.702}}
 
 
 def read_config(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str:
-    """Return the config of a model, or why transformers has to read it.
-
-    Args:
-        values: The content of config.json.
-        folder: Its folder; the config has it as `name_or_path`.
-    """
+    """Return the config of a model, or why transformers has to read it."""
     config = read_decoder_config(values, folder)
     model_type = values.get("model_type")
     if not isinstance(config, str) or not isinstance(model_type, str):

@@ -75,16 +75,7 @@ def _is_layers(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Fields:
-    """The fields of a model type.
-
-    Attributes:
-        required: Fields that config.json must have, each with the check of its value.
-        optional: Fields with a default: check and default.
-        theta: Default of ``rope_theta``.
-        no_window: ``sliding_window`` of a model without sliding layers.
-        has_window: Whether ``sliding_window`` alone makes all layers sliding.
-        has_layers: Whether ``layer_types`` says which layers are sliding.
-    """
+    """The fields of a model type."""
 
     required: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     optional: Mapping[str, tuple[Callable[[Any], bool], Any]] = field(default_factory=dict)
@@ -160,12 +151,7 @@ class DecoderConfig(SimpleNamespace):
 
 
 def read_decoder_config(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str:
-    """Return the config of a model, or why transformers has to read it.
-
-    Args:
-        values: The content of config.json.
-        folder: Its folder; the config has it as `name_or_path`.
-    """
+    """Return the config of a model, or why transformers has to read it."""
     model_type = values.get("model_type")
     fields = _TYPES.get(model_type) if isinstance(model_type, str) else None
     if fields is None:

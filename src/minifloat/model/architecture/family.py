@@ -44,14 +44,7 @@ FOLDS_WITHOUT_NORMS = frozenset({FoldKind.VALUE, FoldKind.UP})
 
 
 class SingleExpert(NamedTuple):
-    """The place of one expert's linear in a tensor of fused experts.
-
-    Attributes:
-        fused: The tensor.
-        parent: Part of the tensor's name before ``fused.name``, with a dot at its end.
-        expert: Index of the expert.
-        position: Position of the linear among those that the tensor holds.
-    """
+    """The place of one expert's linear in a tensor of fused experts."""
 
     fused: FusedTensor
     parent: str
@@ -64,15 +57,7 @@ class FusedTensor:
     """A tensor on disk that holds a linear, or two, of every expert of a layer.
 
     Attributes:
-        name: End of the tensor's name after the layer: ``experts.gate_up_proj``. It is found with and without
-            ``.weight`` at its end.
-        linears: Names of the linears that it holds, in the order of their rows, as servers name them in a checkpoint
-            of single experts; ``{}`` is the index of the expert. They replace `name`.
         transposed: Whether the tensor is ``[E, K, N]`` (as ``x @ w``) and not ``[E, N, K]``.
-        both_exist: Whether there are files of both kinds, so that the sizes in the config decide; `transposed` is then
-            the kind of the released checkpoints.
-        interleaved: Whether the rows of the linears alternate and do not follow each other.
-        reads_hidden: Whether the linears read the hidden state (gate and up), and not the product inside the expert.
     """
 
     name: str
@@ -113,28 +98,11 @@ class Family:
     """One family of models.
 
     Attributes:
-        name: Name for messages.
-        model_types: Values of ``model_type``, of the config or of its ``text_config``.
-        roles: Regular expressions, searched in the names of matrices, and the role of the first that matches; the
-            general rules of `roles.role_of` decide for all other names.
-        fused: Name of the group and last components of the names of linears that servers run as one, beside those of
-            `groups.fused_group` for every model.
-        fused_experts: Tensors of fused experts; a checkpoint of single experts has no tensor of these names.
         stored_fused: Whether released checkpoints hold fused experts, the only form that transformers loads
             unquantized. None: the tables of the installed transformers decide.
-        transformers_splits: Whether transformers builds single experts for a checkpoint of compressed-tensors, where
-            `stored_fused`.
-        servers_read_single: Whether vLLM reads single experts in the place of fused ones, as most of its models do for
-            quantized checkpoints.
         renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
             result is the module's name in transformers. None: the tables of the installed transformers decide.
-        heads: Names of output linears, which have no tensor of their own where they are tied to the embedding.
-        folds: Places where scales of input channels can be folded without changing any bit of the logits, as the tests
-            show (`folding`).
-        states_expert_dtype: Whether servers read the format of experts in the layout fp8 from ``expert_dtype`` of the
-            config, and take 4 bits where it is missing.
         conv1d: Whether the matrices are Conv1D weights ``[in, out]``.
-        known: Whether there is a row for the model; False: the general rules alone decide.
     """
 
     name: str

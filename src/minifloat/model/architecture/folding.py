@@ -33,7 +33,6 @@ class FoldPart:
     """A tensor of the checkpoint, or a part of it.
 
     Attributes:
-        tensor: Name in the checkpoint.
         expert: Index of the matrix in a tensor ``[E, N, K]`` of fused experts; None for the whole tensor.
         rows: First row and end of the rows; None for all rows.
     """
@@ -48,15 +47,8 @@ class FoldSite:
     """A place where scales of input channels can be folded.
 
     Attributes:
-        kind: What comes before the linears.
-        producers: Parts whose rows are divided: weight and bias of the norm, or rows of v_proj or up_proj and their
-            bias.
         readers: Weights ``[N, K]`` whose columns are multiplied: every reader of the scaled tensor, also those that
             are not quantized, such as routers.
-        channels: Number K of input channels of the readers.
-        head_dim: Number of consecutive channels of one head; K if channels are not shared.
-        sharing: Number of query heads that share one value head. Their channels must have the same scale; producers
-            have ``K / sharing`` rows. 1 if channels are not shared.
     """
 
     kind: FoldKind
@@ -99,13 +91,7 @@ def folding_types() -> tuple[str, ...]:
 
 
 def why_not_fold(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> str:
-    """Return why no scales can be folded in a layer; empty if they can.
-
-    Args:
-        layer_prefix: Name of the layer, for example ``"model.layers.0"``.
-        tensors: Tensors of the checkpoint by name.
-        config: Content of config.json.
-    """
+    """Return why no scales can be folded in a layer; empty if they can."""
     text = text_config(config)
     if not family_of(text).folds:
         return f"the model_type {text.get('model_type')!r} is not one of {', '.join(folding_types())}"
@@ -124,16 +110,7 @@ def why_not_fold(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: M
 
 
 def fold_sites(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[FoldSite, ...]:
-    """Return the places of a layer where scales can be folded without changing the model's function.
-
-    Args:
-        layer_prefix: Name of the layer, for example ``"model.layers.0"``.
-        tensors: Tensors of the checkpoint by name; those of other layers are ignored.
-        config: Content of config.json.
-
-    Returns:
-        The sites in the order in which the layer runs them; none if `why_not_fold` gives a reason.
-    """
+    """Return the places of a layer where scales can be folded without changing the model's function."""
     if why_not_fold(layer_prefix, tensors, config):
         return ()
     text = text_config(config)

@@ -36,16 +36,7 @@ _TAGGED_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": f
 
 
 def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
-    """Return transformers' config of the unquantized model.
-
-    Args:
-        values: The content of config.json.
-        folder: Its folder, for messages.
-
-    Raises:
-        ConfigError: If transformers does not know the model type, or only with the checkpoint's own code, or refuses a
-            value.
-    """
+    """Return transformers' config of the unquantized model."""
     import transformers
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 

@@ -22,12 +22,7 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules
 
 
 def is_mtp(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a tensor or module belongs to a layer of multi-token prediction.
-
-    Args:
-        name: Name in the checkpoint.
-        config: The whole content of config.json.
-    """
+    """Return whether a tensor or module belongs to a layer of multi-token prediction."""
     if _NAMED.search(name):
         return True
     layers = text_config(config).get("num_hidden_layers")

@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 
 class TextModel(NamedTuple):
-    """The text model of a config.
-
-    Attributes:
-        config: Its config: the config itself, or the part of one with towers for images or sound.
-        architecture: Class of the whole model in transformers; empty: that of the text model alone.
-        renamings: Regular expressions and replacements from names on disk to those of the text model alone.
-        unused: Regular expressions of names of tensors that the text model does not use.
-    """
+    """The text model of a config."""
 
     config: Any
     architecture: str = ""
@@ -22,12 +15,7 @@ class TextModel(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """A model around a text model.
-
-    Attributes:
-        architecture: Its class in transformers.
-        text: ``model_type`` of the text model where ``text_config`` does not state it.
-    """
+    """A model around a text model."""
 
     architecture: str
     text: str
@@ -61,11 +49,7 @@ _UNUSED = (
 
 
 def text_of(config: Any) -> TextModel:
-    """Return the text model of a config.
-
-    Args:
-        config: A `DecoderConfig`, or transformers' config.
-    """
+    """Return the text model of a config."""
     around = _AROUND.get(config.model_type)
     if around is None:
         return TextModel(config)
@@ -73,12 +57,7 @@ def text_of(config: Any) -> TextModel:
 
 
 def text_type(model_type: str, stated: str = "") -> str:
-    """Return the ``model_type`` of the text model of a config.json.
-
-    Args:
-        model_type: The one of the whole.
-        stated: The one of its ``text_config``, if it states one.
-    """
+    """Return the ``model_type`` of the text model of a config.json."""
     around = _AROUND.get(model_type)
     return model_type if around is None else stated or around.text
 

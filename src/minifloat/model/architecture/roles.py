@@ -37,12 +37,7 @@ _DENSE_FLOATS = ("BF16", "F16", "F32")
 
 
 def role_of(info: TensorInfo, family: Family = GENERAL) -> Role:
-    """Return the role of a tensor of an unquantized checkpoint.
-
-    Args:
-        info: Name and shape of the tensor.
-        family: Description of the model, by `families.family_of`.
-    """
+    """Return the role of a tensor of an unquantized checkpoint."""
     name, dimensions = info.name, len(info.shape)
     if dimensions < 2:
         return Role.VECTOR

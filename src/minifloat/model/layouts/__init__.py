@@ -57,26 +57,12 @@ _WEIGHTS = (".weight", ".weight_packed")
 
 
 def get_writer(name: str) -> WriteLayout:
-    """Return the layout `name` of `WRITERS`.
-
-    Raises:
-        UnknownNameError: If there is no such layout; the message lists the valid names.
-    """
+    """Return the layout `name` of `WRITERS`."""
     return lookup("layout", name, WRITERS)
 
 
 def choose_writer(name: str | None, config: Mapping[str, Any], scheme: Scheme) -> WriteLayout:
-    """Return the layout that `quantize` writes.
-
-    Args:
-        name: A name of `WRITERS`; None for the default: gpt-oss' own layout for gpt-oss in MXFP4, else
-            compressed-tensors.
-        config: The content of config.json.
-        scheme: What the model is quantized to.
-
-    Raises:
-        UnknownNameError: If there is no such layout; the message lists the valid names.
-    """
+    """Return the layout that `quantize` writes."""
     if name is not None:
         return get_writer(name)
     is_gpt_oss = text_config(config).get("model_type") == gpt_oss.MODEL_TYPE
@@ -88,10 +74,6 @@ def describe(checkpoint: Checkpoint) -> Description:
 
     A checkpoint without a quantization_config is described as not quantized. The sizes in the config are compared with
     the tensors first.
-
-    Raises:
-        ConfigError: If the quant_method is not in `READERS`, or the config contradicts the tensors.
-        UnsupportedTensorError: If a tensor of 8-bit float or packed codes belongs to no weight.
     """
     refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
     config = checkpoint.quantization_config

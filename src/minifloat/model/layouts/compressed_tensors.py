@@ -63,11 +63,7 @@ class CompressedTensorsWriter:
     only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
-        """Accept every scheme of floats.
-
-        Raises:
-            UsageError: If the weights are integers, which are read only.
-        """
+        """Accept every scheme of floats."""
         if isinstance(scheme.weight.element, IntegerFormat):
             raise UsageError(
                 f"packs of {scheme.weight.element.name} are read, not written: use minifloat convert --dequantize, or "
@@ -193,13 +189,7 @@ def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool)
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a compressed-tensors checkpoint of any tool.
-
-    Raises:
-        ConfigError: If no config group targets a quantized weight, `ignore` lists it, or its group does not fit its
-            tensors.
-        ShapeError: If codes, scales or zero points do not have the shapes of one weight.
-    """
+    """Describe a compressed-tensors checkpoint of any tool."""
     config_path = checkpoint.path / "config.json"
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):

@@ -29,16 +29,7 @@ _FEW_LAYERS = 256
 
 
 def refuse_contradictions(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], folder: Path) -> None:
-    """Raise an error if the number of layers, the hidden size or the number of experts contradict the tensors.
-
-    Args:
-        config: The content of config.json.
-        tensors: All tensors of the checkpoint by name.
-        folder: The folder, for messages.
-
-    Raises:
-        ConfigError: They do; the message names the field, a tensor, and the cure.
-    """
+    """Raise an error if the number of layers, the hidden size or the number of experts contradict the tensors."""
     path = folder / CONFIG_FILE
     _check_layers(config, tensors, path)
     _check_hidden(config, tensors, path)

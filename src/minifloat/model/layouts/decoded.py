@@ -29,17 +29,7 @@ _QUANTIZATION_KEYS = ("quantization_config", "compression_config", "expert_dtype
 
 
 class DecodedCheckpoint(Checkpoint):
-    """The plain view of a quantized checkpoint.
-
-    Args:
-        stored: The open checkpoint, which stays open while the view is read.
-        description: The result of `describe` for it.
-
-    Attributes:
-        stored: The checkpoint as it is on disk.
-        description: How its weights are quantized.
-        weights: Quantized weights by the name of their plain tensor: one, or one per expert.
-    """
+    """The plain view of a quantized checkpoint."""
 
     def __init__(self, stored: Checkpoint, description: Description) -> None:
         self.stored, self.description = stored, description
@@ -89,13 +79,7 @@ class DecodedCheckpoint(Checkpoint):
         return tuple(dict.fromkeys(name for weight in weights for name in weight.tensors if name != weight.input_scale))
 
     def read_into(self, info: TensorInfo, buffer: memoryview | npt.NDArray[np.uint8], start: int = 0) -> None:
-        """Fill `buffer` with the bytes of a tensor from byte `start` on; quantized weights are decoded. Thread-safe.
-
-        Raises:
-            ValueError: If the range exceeds the tensor, or the checkpoint is closed.
-            NonFiniteError: If a scale is NaN or Inf.
-            StorageError: If the operating system refuses, or the file has changed since it was opened.
-        """
+        """Fill `buffer` with the bytes of a tensor from byte `start` on; quantized weights are decoded. Thread-safe."""
         weights = self.weights.get(info.name)
         if weights is None:
             self.stored.read_into(info, buffer, start)
@@ -123,33 +107,11 @@ class DecodedCheckpoint(Checkpoint):
         return decoded.reshape(-1).view(np.uint8)[start - first * row_bytes :][:count]
 
     def read_rows(self, info: TensorInfo, matrix: int, start: int, stop: int, out: Floats | None = None) -> Floats:
-        """Return rows of a quantized linear ``[N, K]``, float32, also where the plain tensor is transposed.
-
-        Args:
-            info: A tensor of `weights`.
-            matrix: Index of the expert; 0 for a weight of its own.
-            start: First row.
-            stop: End of the rows.
-            out: Filled and returned if given; contiguous.
-
-        Raises:
-            NonFiniteError: If a scale is NaN or Inf.
-            StorageError: If the operating system refuses.
-        """
+        """Return rows of a quantized linear ``[N, K]``, float32, also where the plain tensor is transposed."""
         return read_rows(self.stored, self.weights[info.name][matrix], start, stop, out)
 
     def stored_chunks(self, info: TensorInfo, first: int, count: int, nbytes: int) -> Iterator[Bytes]:
-        """Yield what is stored of quantized weights, codes first, in chunks of at most `nbytes`, for a digest.
-
-        Args:
-            info: A tensor of `weights`.
-            first: Index of the first expert; 0 for a weight of its own.
-            count: Number of experts; 1 for a weight of its own.
-            nbytes: Largest size of a chunk.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
+        """Yield what is stored of quantized weights, codes first, in chunks of at most `nbytes`, for a digest."""
         for weight in self.weights[info.name][first : first + count]:
             for source, offset, total in stored_ranges(self.stored, weight):
                 for start in range(0, total, nbytes):
@@ -166,10 +128,6 @@ def plain_tensor(weights: list[StoredWeight], dtype: str) -> OutputTensor:
     """Return the tensor that a plain checkpoint has for one quantized weight, or for the fused weights of all experts.
 
     Fused experts (gpt-oss) are ``[E, K, N]`` in the plain checkpoint, the transpose of their codes.
-
-    Args:
-        weights: The weights whose codes are one tensor.
-        dtype: Dtype of the plain tensor.
     """
     first = weights[0]
     if first.expert is None:

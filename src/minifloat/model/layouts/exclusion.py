@@ -39,18 +39,7 @@ def by_wildcard(entry: str, module: str) -> bool:
 
 
 def refuse_excluded(config_path: Path, key: str, entries: Any, modules: Iterable[str], covers: Covers) -> None:
-    """Raise if a list of unquantized modules matches a module that is stored as codes with a scale.
-
-    Args:
-        config_path: The config file, for the message.
-        key: Key of the list in the config.
-        entries: The value of the key, a list of names; None if the config has no such key.
-        modules: Names of the quantized modules.
-        covers: Match function of the layout.
-
-    Raises:
-        ConfigError: If the list matches a quantized module, or holds an invalid pattern.
-    """
+    """Raise if a list of unquantized modules matches a module that is stored as codes with a scale."""
     if entries is None:
         return
     for module in modules:

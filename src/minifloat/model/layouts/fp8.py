@@ -55,14 +55,7 @@ _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 @dataclass(frozen=True)
 class Fp8Writer(WithoutCalibratedScales):
-    """Writer of E4M3 in blocks: 128x128 with float32 scales (DeepSeek), or 1x32 with E8M0 scales (SGLang's MXFP8).
-
-    Attributes:
-        name: Name on the command line, and the `quant_method`.
-        block: Granularity of the scales.
-        scale: Format of the scales.
-        scheme: Name of the supported scheme, for messages.
-    """
+    """Writer of E4M3 in blocks: 128x128 with float32 scales (DeepSeek), or 1x32 with E8M0 scales (SGLang's MXFP8)."""
 
     cure: ClassVar[str] = "use compressed-tensors"
 
@@ -74,11 +67,7 @@ class Fp8Writer(WithoutCalibratedScales):
     only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
-        """Check that the scheme is E4M3 in this block, with these scales and inputs in groups of the same width.
-
-        Raises:
-            UsageError: If the layout does not support the scheme.
-        """
+        """Check that the scheme is E4M3 in this block, with these scales and inputs in groups of the same width."""
         weight = scheme.weight
         if (weight.element, weight.granularity, weight.scale) != (E4M3, self.block, self.scale):
             raise UsageError(
@@ -93,12 +82,7 @@ class Fp8Writer(WithoutCalibratedScales):
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
-        """Return ``weight`` and ``weight_scale_inv``.
-
-        Raises:
-            ShapeError: If blocks at the edge would be partial. The format allows them and vLLM reads them, but
-                transformers (5.23) derives the block size from the shapes and silently decodes such weights wrongly.
-        """
+        """Return ``weight`` and ``weight_scale_inv``."""
         rows, cols = spec.granularity.block(shape)
         if shape[0] % rows or shape[1] % cols:
             raise ShapeError(
@@ -118,11 +102,7 @@ class Fp8Writer(WithoutCalibratedScales):
         kv: KVSpec | None = None,
         names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
-        """Return DeepSeek's config, with the unquantized linears under the key that every server reads.
-
-        Raises:
-            UsageError: If the KV cache is quantized.
-        """
+        """Return DeepSeek's config, with the unquantized linears under the key that every server reads."""
         self.refuse_kv(kv)
         return {
             "quant_method": self.name,
@@ -144,12 +124,7 @@ MXFP8_WRITER = Fp8Writer(MXFP8_NAME, GROUP_32, E8M0, "MXFP8 with MXFP8 inputs")
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a `quant_method: fp8` or `mxfp8` checkpoint.
-
-    Raises:
-        ConfigError: If weight_block_size is not that of MXFP8, or a list of unquantized modules matches a quantized
-            weight.
-    """
+    """Describe a `quant_method: fp8` or `mxfp8` checkpoint."""
     block = _block_size(config)
     if config.get("quant_method") == MXFP8_NAME and block not in (None, GROUP_32):
         raise ConfigError(

@@ -47,22 +47,14 @@ class GptOssWriter(WithoutCalibratedScales):
         return is_mxfp4 and scheme.activation is None
 
     def check(self, scheme: Scheme) -> None:
-        """Check that the scheme is MXFP4 with inputs in 16 bits.
-
-        Raises:
-            UsageError: If the layout does not support the scheme.
-        """
+        """Check that the scheme is MXFP4 with inputs in 16 bits."""
         if not self.holds(scheme):
             raise UsageError(f"layout {self.name!r} holds mxfp4 only, not {scheme.name!r}: use --scheme mxfp4")
 
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
-        """Return ``<module>_blocks`` and ``<module>_scales`` of all experts.
-
-        Raises:
-            UsageError: If the weight is not one of fused experts.
-        """
+        """Return ``<module>_blocks`` and ``<module>_scales`` of all experts."""
         if experts is None:
             raise UsageError(
                 f"{module}: layout {self.name!r} holds fused experts only; leave it in 16 bits: remove the override"
@@ -81,11 +73,7 @@ class GptOssWriter(WithoutCalibratedScales):
         kv: KVSpec | None = None,
         names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
-        """Return the config of the official checkpoints.
-
-        Raises:
-            UsageError: If the KV cache is quantized.
-        """
+        """Return the config of the official checkpoints."""
         self.refuse_kv(kv)
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_CONVERTED)}
 
@@ -100,13 +88,7 @@ WRITER = GptOssWriter()
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a gpt-oss checkpoint: one weight per expert, named ``<experts>.gate_up_proj.<index>``.
-
-    Raises:
-        ConfigError: If no tensor is stored in MXFP4 (a dense model saved in this layout is not quantized), or blocks
-            have no scales.
-        ShapeError: If a block does not have 16 bytes.
-    """
+    """Describe a gpt-oss checkpoint: one weight per expert, named ``<experts>.gate_up_proj.<index>``."""
     del config
     _, group = GROUP_32.block((1, 1))
     weights = {}

@@ -1,7 +1,7 @@
 """`inspect`: a summary of the tensors of a checkpoint from its config and headers.
 
-It supports every layout that `minifloat.model.layouts` reads, written by any tool. No weights are read, so that inspecting a
-70B model takes only the time to read its headers.
+It supports every layout that `minifloat.model.layouts` reads, written by any tool. No weights are read, so that
+inspecting a 70B model takes only the time to read its headers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ class TensorRow:
     """A row of the summary: one quantized weight or one other tensor.
 
     Attributes:
-        name: Module of a quantized weight, name of another tensor.
-        kind: ``"quantized"``, ``"scale"`` for an auxiliary tensor, or the role of another tensor.
-        format: Scheme of a quantized weight, dtype of another tensor.
-        shape: Shape of the weight before packing.
-        elements: Number of weights; 0 for an auxiliary tensor.
         nbytes: Number of bytes, including scales.
     """
 
@@ -133,13 +128,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = N
 
 
 def inspect_opened(path: str | os.PathLike[str], checkpoint: Checkpoint, description: Description) -> Inspection:
-    """Return what `inspect_checkpoint` returns, for a checkpoint that is open and described already.
-
-    Args:
-        path: The folder, or the model of the hub, as it was given.
-        checkpoint: The open checkpoint.
-        description: The result of `describe` for it.
-    """
+    """Return what `inspect_checkpoint` returns, for a checkpoint that is open and described already."""
     architectures = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]
     kv = description.kv
     return Inspection(

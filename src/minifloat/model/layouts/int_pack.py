@@ -28,20 +28,7 @@ _AGAIN = "the checkpoint is damaged, download it again"
 def pack_shape(
     checkpoint: Checkpoint, module: str, codes: TensorInfo, element: ElementFormat, granularity: Granularity
 ) -> tuple[int, int]:
-    """Return ``(N, K)`` of a pack, from its ``weight_shape``; where that cannot be read, from its scales or width.
-
-    Args:
-        checkpoint: The checkpoint; of a remote one only headers are known.
-        module: Name of the linear.
-        codes: The tensor ``weight_packed``.
-        element: INT4 or INT8.
-        granularity: Block of elements that share a scale.
-
-    Raises:
-        ShapeError: If ``weight_packed`` has another shape than `weight_shape` requires, or K is odd with two elements
-            to a byte.
-        UnsupportedTensorError: If the columns are in another order than stored (``weight_g_idx``).
-    """
+    """Return ``(N, K)`` of a pack, from its ``weight_shape``; where that cannot be read, from its scales or width."""
     if len(codes.shape) != 2:
         raise ShapeError(codes.name, f"expected a matrix of packed codes, found shape {list(codes.shape)}")
     order = f"{module}.weight_g_idx"
@@ -76,12 +63,7 @@ def pack_shape(
 def zero_point_name(
     checkpoint: Checkpoint, module: str, element: ElementFormat, granularity: Granularity, symmetric: bool
 ) -> str | None:
-    """Return the name of the zero points of a pack; None for symmetric weights.
-
-    Raises:
-        ConfigError: If the config and the presence of zero points contradict each other.
-        ShapeError: If they do not have the shape of the scales, packed along the rows.
-    """
+    """Return the name of the zero points of a pack; None for symmetric weights."""
     name = f"{module}.weight_zero_point"
     info = checkpoint.tensors.get(name)
     if symmetric == (info is not None):

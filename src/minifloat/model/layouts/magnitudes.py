@@ -31,13 +31,7 @@ class Magnitudes:
     """The sampled weights of one format.
 
     Attributes:
-        weights: Number of weights.
-        elements: Number of sampled elements.
-        zeros: Those that are 0.
-        largest: Those whose code is the largest of the format; 0 for unquantized weights.
         histogram: Counts of the magnitudes of the decoded elements, int64 ``[BINS]`` of `numerics.histogram`.
-        scales: Counts of the magnitudes of the scales of their blocks, likewise; all 0 for unquantized weights. A
-            global scale is not part of them.
     """
 
     weights: int = 0
@@ -49,16 +43,7 @@ class Magnitudes:
 
 
 def sample_magnitudes(checkpoint: Checkpoint, description: Description) -> dict[str, Magnitudes]:
-    """Return the magnitudes by format: quantized weights first, then the dtypes of other matrices.
-
-    Args:
-        checkpoint: The open checkpoint.
-        description: The result of `describe` for it.
-
-    Raises:
-        NonFiniteError: A scale is NaN or infinite.
-        StorageError: The system refused to read.
-    """
+    """Return the magnitudes by format: quantized weights first, then the dtypes of other matrices."""
     found: dict[str, Magnitudes] = {}
     for stored in description.weights.values():
         _add_quantized(found.setdefault(format_name(stored.spec, stored.activation), Magnitudes()), checkpoint, stored)

@@ -21,11 +21,6 @@ def quantized_model_config(
 
     DeepSeek-V4 states the format of its experts beside the `quantization_config`. vLLM takes them for MXFP4, and scales
     of linears for E8M0, where the key is missing (0.32.0, models/deepseek_v4/quant_config.py).
-
-    Args:
-        source: The content of config.json of the source, quantized or not.
-        layout: Layout of the output.
-        quantization: Its `quantization_config`.
     """
     config = without_quantization(source)
     if layout.name == fp8.NAME and family_of(source).states_expert_dtype:

@@ -76,21 +76,13 @@ class ModelOptWriter:
     only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
-        """Check that the formats of weights and inputs are in `ALGORITHMS`.
-
-        Raises:
-            UsageError: If no `quant_algo` has these formats.
-        """
+        """Check that the formats of weights and inputs are in `ALGORITHMS`."""
         _algorithm(scheme)
 
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
-        """Return ``weight`` (packed for E2M1), ``weight_scale`` and for NVFP4 ``weight_scale_2``.
-
-        Raises:
-            ShapeError: If 128x128 blocks would be partial, which vLLM refuses, or groups would be partial.
-        """
+        """Return ``weight`` (packed for E2M1), ``weight_scale`` and for NVFP4 ``weight_scale_2``."""
         rows, cols = shape
         block_rows, block_cols = spec.granularity.block(shape)
         if rows % block_rows or cols % block_cols:
@@ -133,10 +125,6 @@ class ModelOptWriter:
         """Return the config that ModelOpt 0.47 writes into config.json, with `config_groups` where ModelOpt has them.
 
         `names` are left out: transformers does not read this layout.
-
-        Raises:
-            UsageError: If a scheme has no `quant_algo`, or the name of an unquantized module is a substring of the name
-                of a quantized one, so that vLLM would leave out both.
         """
         algorithms = {module: _algorithm(scheme) for module, scheme in modules.items()}
         _refuse_substrings(kept, modules)
@@ -182,11 +170,7 @@ WRITER = ModelOptWriter()
 
 
 def _algorithm(scheme: Scheme) -> str:
-    """Return the `quant_algo` of a scheme.
-
-    Raises:
-        UsageError: If there is none.
-    """
+    """Return the `quant_algo` of a scheme."""
     weights, inputs = _formats(scheme.weight), scheme.activation
     for name, (weight, activation) in ALGORITHMS.items():
         if _formats(weight) == weights and activation == inputs:
@@ -260,12 +244,7 @@ def _refuse_substrings(kept: Sequence[str], modules: Iterable[str]) -> None:
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a ModelOpt checkpoint from its tensors; the config adds the KV cache and the weight-only modules.
-
-    Raises:
-        ShapeError: If the size of a scale fits no granularity of its weight.
-        ConfigError: If a list of unquantized modules matches a quantized weight.
-    """
+    """Describe a ModelOpt checkpoint from its tensors; the config adds the KV cache and the weight-only modules."""
     quantization = config.get("quantization", config)
     weights = {}
     for module, scale in tensors_with_suffix(checkpoint, ".weight_scale"):

@@ -25,17 +25,7 @@ _LEAST_DRAWN = 1e-5  #: share of an octave at the ends of a histogram below whic
 
 
 def inspection_page(path: str | os.PathLike[str], *, revision: str | None = None) -> str:
-    """Return a self-contained HTML page about a checkpoint; a sample of each weight is read.
-
-    Args:
-        path: A folder, or a model of the hub, whose weights are downloaded.
-        revision: Branch, tag or commit of a model of the hub; by default its default branch.
-
-    Raises:
-        CheckpointError: A file is invalid.
-        HubError: The hub has no such model, refuses it, or cannot be reached.
-        NonFiniteError: A scale is NaN or infinite.
-    """
+    """Return a self-contained HTML page about a checkpoint; a sample of each weight is read."""
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
         description = describe(checkpoint)
         inspection = inspect_opened(path, checkpoint, description)

@@ -10,14 +10,7 @@ from minifloat.model.layouts.refusal import refuse_unknown_quantization
 
 
 def plain_view(checkpoint: Checkpoint) -> DecodedCheckpoint:
-    """Return the plain checkpoint that a quantized one stands for.
-
-    Raises:
-        UsageError: The checkpoint is not quantized.
-        ConversionError: Its quantization has parts other than codes and scales.
-        CheckpointError: Its quantization_config cannot be understood.
-        TensorError: The shapes of codes and scales do not match.
-    """
+    """Return the plain checkpoint that a quantized one stands for."""
     description = describe(checkpoint)
     if not description.weights:
         raise UsageError(f"{checkpoint.path} is not quantized: leave --from-quantized out")

@@ -27,13 +27,7 @@ _SIGN = np.uint8(1 << (E4M3.bits - 1))
 
 
 def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
-    """Read one quantized weight: the stored codes, and the scales as the grid that kernels use.
-
-    Raises:
-        NonFiniteError: If a scale is NaN or Inf, which would make the weight NaN or Inf.
-        UnsupportedTensorError: If a scale has an unsupported dtype.
-        StorageError: If the operating system refuses a read, or the file ends early.
-    """
+    """Read one quantized weight: the stored codes, and the scales as the grid that kernels use."""
     import torch
 
     from minifloat.numerics.tensor import QuantizedTensor
@@ -53,20 +47,7 @@ def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor
 
 
 def read_rows(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int, out: Floats | None = None) -> Floats:
-    """Return the decoded rows `start` to `stop` of a weight, float32 ``[R, K]``.
-
-    Args:
-        checkpoint: The checkpoint of the weight.
-        stored: The weight.
-        start: First row.
-        stop: End of the rows.
-        out: Filled and returned if given; contiguous.
-
-    Raises:
-        NonFiniteError: If a scale is NaN or Inf. NaN codes become NaN elements.
-        UnsupportedTensorError: If a scale has an unsupported dtype.
-        StorageError: If the operating system refuses a read, or the file ends early.
-    """
+    """Return the decoded rows `start` to `stop` of a weight, float32 ``[R, K]``."""
     spec, (_, cols) = stored.spec, stored.shape
     elements = np.empty((stop - start, cols), np.float32) if out is None else out
     decode_elements(read_codes(checkpoint, stored, start, stop), spec.element, elements)
@@ -110,12 +91,7 @@ def read_codes(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: i
 
 
 def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> npt.NDArray[Any]:
-    """Return the scales of the blocks of some rows ``[block rows, block columns]``: float32, or codes of their format.
-
-    Raises:
-        NonFiniteError: If a scale is NaN or Inf, or not positive.
-        UnsupportedTensorError: If the scales have an unsupported dtype.
-    """
+    """Return the scales of the blocks of some rows ``[block rows, block columns]``: float32, or codes of their format."""
     info = checkpoint.tensors[stored.scale]
     if SCALE_FORMATS.get(info.dtype) is None:
         raise UnsupportedTensorError(info.name, f"expected one of {', '.join(SCALE_FORMATS)}; found {info.dtype}")
@@ -151,12 +127,7 @@ def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: 
 
 
 def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float32 | None:
-    """Return the global scale of a weight (NVFP4); None if it has none.
-
-    Raises:
-        NonFiniteError: If it is NaN or Inf, or not positive.
-        UnsupportedTensorError: If it has an unsupported dtype.
-    """
+    """Return the global scale of a weight (NVFP4); None if it has none."""
     if stored.global_scale is None:
         return None
     info = checkpoint.tensors[stored.global_scale]

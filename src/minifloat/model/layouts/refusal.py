@@ -24,11 +24,7 @@ _PARAMETERS = frozenset({"weight", "bias"})
 
 
 def refuse_unknown_quantization(checkpoint: Checkpoint, description: Description) -> None:
-    """Raise an error if the quantization has parts that `description` does not hold.
-
-    Raises:
-        ConversionError: It has; the message names the part.
-    """
+    """Raise an error if the quantization has parts that `description` does not hold."""
     config = checkpoint.quantization_config or {}
     _refuse_config(config)
     if description.layout == modelopt.NAME:
@@ -37,11 +33,7 @@ def refuse_unknown_quantization(checkpoint: Checkpoint, description: Description
 
 
 def refuse_kv(description: Description) -> None:
-    """Refuse a quantized KV cache unless it is FP8 with a scale per tensor, the only kind that two layouts declare.
-
-    Raises:
-        ConversionError: The KV cache is quantized in another way.
-    """
+    """Refuse a quantized KV cache unless it is FP8 with a scale per tensor, the only kind that two layouts declare."""
     kv = description.kv
     if kv is not None and (kv.element, kv.granularity) != (E4M3, TENSOR):
         raise ConversionError(

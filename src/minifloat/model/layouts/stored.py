@@ -37,18 +37,8 @@ class StoredWeight:
     """The tensors of one quantized weight ``[N, K]`` in a checkpoint.
 
     Attributes:
-        module: Name of the linear, without ``.weight``; experts of a fused tensor end in ``.<index>``.
-        spec: Element format, granularity and scale format. A checkpoint does not state the scale rule.
-        shape: ``(N, K)`` of the weight.
-        codes: Name of the tensor of the codes.
-        scale: Name of the tensor of the block scales.
-        global_scale: Name of the tensor of the global scale (NVFP4), if any.
-        global_divides: Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt).
         activation: Format of the inputs that the checkpoint declares; None for weight-only.
-        input_scale: Name of the tensor of the static input scale, if any; for NVFP4 of the scale above the block scales
-            of the input, which divides or multiplies as `global_divides` says.
         expert: Index into the first dimension of `codes` and `scale` if experts are fused (gpt-oss), else None.
-        zero_point: Name of the tensor of the zero points (asymmetric integers), if any.
     """
 
     module: str
@@ -76,9 +66,6 @@ class Description:
 
     Attributes:
         layout: Name of the layout, None for an unquantized checkpoint.
-        weights: Quantized weights by module name.
-        auxiliary: Names of tensors that are neither a parameter of the model nor part of a weight (scales of the KV
-            cache, recorded shapes).
         kv: Format of the KV cache; None if the checkpoint does not declare one.
     """
 
@@ -116,11 +103,6 @@ def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity
 
     Where the number fits none of them, this returns the declared block (or TENSOR), and `stored_spec` raises a
     ShapeError that names the tensor.
-
-    Args:
-        scale: The tensor of the scales.
-        shape: ``(N, K)`` of the weight.
-        block: Block size that the config declares, if any.
     """
     entries = math.prod(scale.shape)
     if block is not None and entries == math.prod(block.scale_shape(shape)):
@@ -131,11 +113,7 @@ def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity
 
 
 def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:
-    """Return ``(N, K)`` of the weight whose codes are stored as a matrix, two to a byte for 4-bit elements.
-
-    Raises:
-        ShapeError: If the codes are not a matrix.
-    """
+    """Return ``(N, K)`` of the weight whose codes are stored as a matrix, two to a byte for 4-bit elements."""
     if len(codes.shape) != 2:
         raise ShapeError(codes.name, f"expected a matrix of codes, found shape {list(codes.shape)}")
     rows, stored_cols = codes.shape
@@ -145,20 +123,7 @@ def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:
 def stored_spec(
     shape: tuple[int, int], scale: TensorInfo, element: ElementFormat, granularity: Granularity, experts: int = 1
 ) -> WeightSpec:
-    """Return the spec of a stored weight; the dtype of the scale tensor gives the format of the scales.
-
-    Args:
-        shape: ``(N, K)`` of one weight.
-        scale: The tensor of its block scales.
-        element: Format of the codes.
-        granularity: Block of elements that share a scale.
-        experts: Number of weights whose scales the tensor holds, along its first dimension.
-
-    Raises:
-        UnsupportedTensorError: If no layout uses the dtype for scales.
-        ShapeError: If the shape of the tensor, without extents of one, is not that of the granularity's scale grid, or
-            the format of its scales has groups of another size, or of one that does not divide K.
-    """
+    """Return the spec of a stored weight; the dtype of the scale tensor gives the format of the scales."""
     try:
         scale_format = SCALE_FORMATS[scale.dtype]
     except KeyError:
@@ -182,16 +147,6 @@ def refuse_groups(
 
     A size near the right one can fit the number of scales, and would multiply elements by the scale of a neighbour.
     Blocks of several rows with E8M0 scales, which DeepSeek has, are no MX format and of any size.
-
-    Args:
-        tensor: Name of the scales, or of the module of an input, for the message.
-        element: Format of the elements.
-        granularity: Block of elements that share a scale.
-        scale: Format of the scales.
-        cols: K of a weight, which groups divide; None for inputs.
-
-    Raises:
-        ShapeError: If they are not.
     """
     in_groups = granularity.rows == 1 and granularity.cols is not None
     if scale is E4M3:
@@ -215,17 +170,7 @@ def refuse_groups(
 
 
 def global_scale_name(checkpoint: Checkpoint, name: str, spec: WeightSpec) -> str | None:
-    """Return the name of a weight's global scale; None if its format has none.
-
-    Args:
-        checkpoint: The checkpoint.
-        name: Name that the layout gives the tensor.
-        spec: Format of the weight.
-
-    Raises:
-        ShapeError: If the tensor is missing, though the format needs it, or does not hold exactly one number.
-        UnsupportedTensorError: If the format has no global scale, and the tensor is there.
-    """
+    """Return the name of a weight's global scale; None if its format has none."""
     info = checkpoint.tensors.get(name)
     if not spec.has_global_scale:
         if info is not None:

@@ -35,13 +35,7 @@ def _pair_table(element: ElementFormat) -> npt.NDArray[np.uint64]:
 
 
 def decode_elements(codes: Bytes, element: ElementFormat, out: Floats) -> None:
-    """Write the values of codes, two to a byte for formats of 4 bits (the even element in the low nibble).
-
-    Args:
-        codes: uint8 ``[R, K]``, or ``[R, K / 2]``.
-        element: Format of the codes.
-        out: float32 ``[R, K]``, contiguous.
-    """
+    """Write the values of codes, two to a byte for formats of 4 bits (the even element in the low nibble)."""
     if element.bits * 2 == _BYTE_BITS:
         np.take(_pair_table(element), codes, out=out.view(np.uint64), mode="clip")
     else:
@@ -49,12 +43,7 @@ def decode_elements(codes: Bytes, element: ElementFormat, out: Floats) -> None:
 
 
 def widen(data: Bytes, dtype: str) -> Floats:
-    """Return scales as float32, which holds every value of their formats.
-
-    Args:
-        data: Bytes of whole elements.
-        dtype: Safetensors dtype of the elements: F32, BF16, F16, or U8 or F8_E8M0 for E8M0.
-    """
+    """Return scales as float32, which holds every value of their formats."""
     if dtype == "F32":
         return data.view(np.float32)
     if dtype == "BF16":
@@ -66,15 +55,7 @@ def widen(data: Bytes, dtype: str) -> Floats:
 
 
 def narrow(values: Floats, dtype: str) -> tuple[Bytes, int]:
-    """Return the bytes of float32 values in a wider or equal dtype of checkpoints, rounded to nearest, ties to even.
-
-    Args:
-        values: Any shape, contiguous.
-        dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
-
-    Returns:
-        The bytes, and how many results are NaN or Inf.
-    """
+    """Return the bytes of float32 values in a wider or equal dtype of checkpoints, rounded to nearest, ties to even."""
     rounded: npt.NDArray[Any] = values.reshape(-1)
     if dtype == "F16":
         with np.errstate(over="ignore"):

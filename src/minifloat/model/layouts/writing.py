@@ -22,11 +22,6 @@ class WeightTensors:
     """The tensors of one quantized weight.
 
     Their bytes are those of the fields of `QuantizedTensor`; a layout chooses names, dtypes and shapes.
-
-    Attributes:
-        codes: Tensor of the codes.
-        scale: Tensor of the block scales.
-        global_scale: Tensor of the global scale, if the scheme has one.
     """
 
     codes: OutputTensor
@@ -57,38 +52,21 @@ def with_names(modules: Iterable[str], names: Mapping[str, Sequence[str]]) -> li
 
 
 class WithoutCalibratedScales:
-    """The part of a layout that has no places for scales from calibration: of inputs, and of the KV cache.
-
-    Attributes:
-        name: Name of the layout.
-        cure: What to do instead, for messages.
-    """
+    """The part of a layout that has no places for scales from calibration: of inputs, and of the KV cache."""
 
     name: str
     cure: ClassVar[str]
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Refuse static input scales.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Refuse static input scales."""
         raise UsageError(f"layout {self.name!r} has no static input scales ({module}); {self.cure}")
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """Refuse KV scales: the config of this layout has no key for them.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Refuse KV scales: the config of this layout has no key for them."""
         raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); {self.cure}")
 
     def refuse_kv(self, kv: KVSpec | None) -> None:
-        """Refuse a quantized KV cache: the config of this layout has no key for it.
-
-        Raises:
-            UsageError: `kv` is not None.
-        """
+        """Refuse a quantized KV cache: the config of this layout has no key for it."""
         if kv is not None:
             raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; {self.cure}")
 

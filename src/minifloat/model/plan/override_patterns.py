@@ -15,12 +15,7 @@ _NUMBERED = re.compile(r"^(?P<stem>.*?\w+)\.(?P<index>\d+)\.(?P<tail>.*)$")
 
 
 def override_patterns(chosen: Collection[str], names: Collection[str]) -> tuple[str, ...]:
-    """Return patterns that together match every chosen name and no other name.
-
-    Args:
-        chosen: The names to match, a subset of `names`.
-        names: All names.
-    """
+    """Return patterns that together match every chosen name and no other name."""
     unmatched, others = dict.fromkeys(chosen), [name for name in names if name not in chosen]
     patterns = []
     for pattern in [*_layer_patterns(chosen, names), *(f"^{re.escape(name)}$" for name in chosen)]:
@@ -34,12 +29,7 @@ def override_patterns(chosen: Collection[str], names: Collection[str]) -> tuple[
 
 @dataclass
 class _Layers:
-    """The numbered layers under one name.
-
-    Attributes:
-        tails: Names within each layer, without the layer's prefix, by number of the layer.
-        chosen: The chosen ones of these names, by number of the layer.
-    """
+    """The numbered layers under one name."""
 
     tails: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     chosen: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -79,12 +69,7 @@ def _layer_patterns(chosen: Collection[str], names: Collection[str]) -> Iterator
 
 
 def _merged(layers: _Layers) -> Iterator[tuple[frozenset[int], bool, list[str]]]:
-    """Group the chosen tails by layers.
-
-    Yields:
-        The numbers of layers, whether they are all layers that have these tails, and the tails that are chosen as a
-        whole in these layers.
-    """
+    """Group the chosen tails by layers."""
     covered: dict[int, set[str]] = defaultdict(set)
     grouped: dict[tuple[frozenset[int], bool, str], list[str]] = defaultdict(list)
     for tail in _prefixes(layers):

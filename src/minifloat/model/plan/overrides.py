@@ -17,7 +17,6 @@ class Override:
     """A pattern, and the scheme of the modules that it matches.
 
     Attributes:
-        pattern: Regular expression, searched in module names (``model.layers.0.mlp.down_proj``).
         scheme: The scheme, or None to keep the module in the model's precision.
     """
 
@@ -26,12 +25,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Read ``REGEX=SCHEME`` or ``REGEX=bf16``, as the command line writes it.
-
-        Raises:
-            PatternError: The text has no ``=``, or the regular expression does not compile.
-            UnknownNameError: The name is neither a scheme nor ``bf16``; the message lists both.
-        """
+        """Read ``REGEX=SCHEME`` or ``REGEX=bf16``, as the command line writes it."""
         pattern, separator, name = text.rpartition("=")
         if not separator or not pattern:
             raise PatternError(f"an override is REGEX=SCHEME or REGEX={KEEP}, got {text!r}")

@@ -52,22 +52,7 @@ def make_part(
     transposed: bool = False,
     family: Family = GENERAL,
 ) -> Part:
-    """Return one part of a source tensor.
-
-    Args:
-        module: Name of the linear in the output.
-        scheme: Scheme that it is quantized to.
-        shape: ``(N, K)``.
-        layout: Layout of the output.
-        info: The source tensor.
-        matrix: Index of the matrix in the source, for fused experts.
-        first_row: First row of the weight in that matrix (after transposing).
-        transposed: Whether the source stores the matrix as ``[K, rows]``.
-        family: Description of the model.
-
-    Raises:
-        ShapeError: The weight is empty, or its columns are no multiple of the scheme's groups.
-    """
+    """Return one part of a source tensor."""
     rows, cols = shape
     _, block_cols = scheme.weight.granularity.block(shape)
     if rows == 0 or cols == 0:
@@ -97,10 +82,6 @@ def expert_parts(
     the sizes in the config decide.
 
     In a layout of fused experts (gpt-oss) they stay one weight.
-
-    Raises:
-        UnsupportedTensorError: The sizes do not decide or contradict the tensor, or no engine loads these experts from
-            the layout.
     """
     fused = family.fused_tensor(info.name)
     assert fused is not None
@@ -138,11 +119,7 @@ def expert_parts(
 def _whole_part(
     info: TensorInfo, scheme: Scheme, shape: tuple[int, int], layout: WriteLayout, *, transposed: bool
 ) -> Part:
-    """Return the part that holds the matrices ``(N, K)`` of all experts, one below the other.
-
-    Raises:
-        ShapeError: The experts are empty, or their columns are no multiple of the scheme's groups.
-    """
+    """Return the part that holds the matrices ``(N, K)`` of all experts, one below the other."""
     experts, (rows, cols) = info.shape[0], shape
     _, block_cols = scheme.weight.granularity.block(shape)
     if experts == 0 or rows == 0 or cols == 0:
@@ -162,9 +139,6 @@ def _are_transposed(checkpoint: ModelHeaders, family: Family, info: TensorInfo, 
     """Return whether fused experts are stored ``[E, in, out]``.
 
     At most one of the projections of an expert is square; another one then decides for all.
-
-    Raises:
-        UnsupportedTensorError: The sizes in the config do not decide, or they contradict the tensors.
     """
     config = text_config(checkpoint.config)
     hidden = config.get("hidden_size")

@@ -37,23 +37,7 @@ def make_plan(
     *,
     mtp: bool = False,
 ) -> QuantizationPlan:
-    """Return the plan that quantizes or copies every tensor of a checkpoint.
-
-    Args:
-        checkpoint: A checkpoint that is not quantized.
-        scheme: The scheme of every linear of the decoder layers and of every expert.
-        layout: Layout of the output, which decides names and shapes.
-        overrides: Exceptions; the last override that matches a module decides.
-        mtp: Whether to quantize layers of multi-token prediction too. No text runs through them, so that they get
-            `without_static_scales` of the scheme.
-
-    Raises:
-        AlreadyQuantizedError: The source has a quantization_config.
-        PatternError: An override matches no weight.
-        ShapeError: The scheme needs another shape; the message names the cure.
-        UnsupportedTensorError: A tensor that a scheme applies to cannot be quantized.
-        UsageError: Fused layers have different schemes, the layout cannot hold a scheme, or nothing is quantized.
-    """
+    """Return the plan that quantizes or copies every tensor of a checkpoint."""
     if checkpoint.quantization_config is not None:
         method = checkpoint.quantization_config.get("quant_method", "unknown")
         raise AlreadyQuantizedError(
@@ -96,11 +80,7 @@ def make_plan(
 
 
 def _require_model_type(checkpoint: ModelHeaders, layout: WriteLayout) -> None:
-    """Refuse a model that the readers of the layout would run unquantized.
-
-    Raises:
-        UsageError: The layout is that of another model.
-    """
+    """Refuse a model that the readers of the layout would run unquantized."""
     model_type = text_config(checkpoint.config).get("model_type")
     if model_type != layout.only_experts_of:
         raise UsageError(
@@ -110,11 +90,7 @@ def _require_model_type(checkpoint: ModelHeaders, layout: WriteLayout) -> None:
 
 
 def _require_all_experts(plan: QuantizationPlan) -> None:
-    """Refuse experts in 16 bits beside quantized ones, which readers of a layout of experts do not expect.
-
-    Raises:
-        UsageError: Some experts are quantized and others are not.
-    """
+    """Refuse experts in 16 bits beside quantized ones, which readers of a layout of experts do not expect."""
     kept = [tensor.source.name for tensor in plan.tensors if tensor.role is Role.EXPERTS and not tensor.parts]
     if kept and plan.modules:
         raise UsageError(
@@ -126,16 +102,7 @@ def _require_all_experts(plan: QuantizationPlan) -> None:
 def _choose_scheme(
     info: TensorInfo, role: Role, scheme: Scheme, kept: str, overrides: Sequence[Override], matched: set[int]
 ) -> tuple[Scheme | None, str]:
-    """Return the scheme of a tensor, or None and the reason why it is copied; add matching overrides to `matched`.
-
-    Args:
-        info: The tensor.
-        role: Its role.
-        scheme: Scheme of tensors that no override matches.
-        kept: Why the tensor is copied unless an override matches; empty: it is quantized.
-        overrides: Exceptions.
-        matched: Indices of the overrides that matched a tensor.
-    """
+    """Return the scheme of a tensor, or None and the reason why it is copied; add matching overrides to `matched`."""
     if not (is_matrix(info) or role is Role.EXPERTS):
         _refuse_unknown_experts(info, kept, overrides)
         return None, kept if kept == UNKNOWN_EXPERTS else role.value
@@ -166,11 +133,7 @@ def _is_of_experts(info: TensorInfo, checkpoint: ModelHeaders) -> bool:
 
 
 def _refuse_unknown_experts(info: TensorInfo, kept: str, overrides: Sequence[Override]) -> None:
-    """Refuse an override that asks for fused experts that no family describes.
-
-    Raises:
-        UnsupportedTensorError: There is one.
-    """
+    """Refuse an override that asks for fused experts that no family describes."""
     if kept != UNKNOWN_EXPERTS:
         return
     if any(override.scheme is not None and re.search(override.pattern, info.name) for override in overrides):
@@ -207,13 +170,7 @@ def _kept(tensors: Sequence[TensorPlan], family: Family) -> tuple[str, ...]:
 
 
 def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str], family: Family = GENERAL) -> tuple[str, ...]:
-    """Return the linears among copied tensors, for a config's list of exceptions; heads even where they are tied.
-
-    Args:
-        copied: The tensors that are copied.
-        quantized: The modules that are quantized.
-        family: Description of the model.
-    """
+    """Return the linears among copied tensors, for a config's list of exceptions; heads even where they are tied."""
     kept = tuple(module_name(info) for info in copied if is_matrix(info) and role_of(info) is not Role.EMBEDDING)
     return (*kept, *(head for head in family.heads if head not in quantized and head not in kept))
 
@@ -240,11 +197,7 @@ def kept_experts(plan: QuantizationPlan, family: Family) -> tuple[str, ...]:
 
 
 def _check_groups(plan: QuantizationPlan, family: Family) -> None:
-    """Refuse different schemes in modules that servers run as one.
-
-    Raises:
-        UsageError: Parts of a fused layer, or experts of a layer, have different schemes.
-    """
+    """Refuse different schemes in modules that servers run as one."""
     fused_and_kept = [
         module_name(tensor.source) for tensor in plan.tensors if tensor.role is Role.EXPERTS and not tensor.parts
     ]

@@ -21,13 +21,7 @@ from minifloat.numerics.scheme import Scheme
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A quantized checkpoint, written by any tool.
-
-    Attributes:
-        scheme: Scheme of most of its quantized elements, with the name that `inspect` prints.
-        tensors: Its weights in their decoded shapes, and all other tensors except scales.
-        nbytes: Bytes of all tensors.
-    """
+    """A quantized checkpoint, written by any tool."""
 
     scheme: Scheme
     tensors: tuple[TensorPlan, ...]
@@ -35,11 +29,7 @@ class QuantizedModel:
 
 
 def quantized_model(checkpoint: Checkpoint) -> QuantizedModel | None:
-    """Return the weights of a quantized checkpoint; None if nothing in it is quantized.
-
-    Raises:
-        CheckpointError: The layout is unknown, or contradicts the tensors.
-    """
+    """Return the weights of a quantized checkpoint; None if nothing in it is quantized."""
     description = describe(checkpoint)
     if not description.weights:
         return None

@@ -24,16 +24,7 @@ _NOT_LINEAR = (Role.EMBEDDING, Role.LM_HEAD, Role.TOWER, Role.VECTOR)
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Linear weights that keep the model's precision for one reason.
-
-    Attributes:
-        reason: The reason, as reports show it.
-        count: Number of tensors.
-        elements: Number of parameters.
-        nbytes: Bytes.
-        example: Name of the first tensor, with ``*`` for numbers.
-        asked: Whether an override of the caller keeps them.
-    """
+    """Linear weights that keep the model's precision for one reason."""
 
     reason: str
     count: int
@@ -50,13 +41,7 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class QuantizedShare:
-    """The quantized part of a model's linear weights, in parameters.
-
-    Attributes:
-        quantized: Parameters that are quantized.
-        total: All parameters of linear weights.
-        kept: Those that are not quantized, by reason, the largest first.
-    """
+    """The quantized part of a model's linear weights, in parameters."""
 
     quantized: int
     total: int
@@ -118,11 +103,7 @@ def _percent(fraction: float) -> str:
 
 
 def require_share(plan: QuantizationPlan) -> None:
-    """Refuse a plan that quantizes less than half of a model's linear weights, not counting those kept by overrides.
-
-    Raises:
-        UsageError: It does; the message names what stays and why.
-    """
+    """Refuse a plan that quantizes less than half of a model's linear weights, not counting those kept by overrides."""
     share = QuantizedShare.of(plan)
     if share.unasked_fraction >= SMALLEST:
         return
@@ -130,6 +111,6 @@ def require_share(plan: QuantizationPlan) -> None:
     raise UsageError(
         f"only {_percent(share.unasked_fraction)} of the linear weights would be quantized, by parameters, without "
         f"embeddings and lm_head; the rest keeps its precision ({left}). --override 'REGEX=SCHEME' quantizes matrices, "
-        "fused experts need a description of their family (minifloat.model.architecture.families); --allow-partial accepts "
-        "this"
+        "fused experts need a description of their family (minifloat.model.architecture.families); "
+        "--allow-partial accepts this"
     )

@@ -30,16 +30,7 @@ class Part:
     """A weight ``[N, K]`` of the output that comes from a source tensor.
 
     Attributes:
-        module: Name of the linear in the output.
-        scheme: Scheme that it is quantized to.
-        shape: ``(N, K)``.
-        tensors: Names, dtypes and shapes of its codes and scales in the output.
-        group: Modules of one group share a scale if the scheme has one scale per tensor.
-        matrix: Index of the matrix in the source, for fused experts; 0 otherwise.
-        first_row: First row of this weight in that matrix (after transposing).
         transposed: Whether the source stores the matrix as ``[K, rows]``.
-        matrices: Number of matrices that the weight takes from the source, one below the other (gpt-oss stores all
-            experts in one tensor); then `shape` has the rows of all.
     """
 
     module: str
@@ -55,12 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Constant:
-    """A float32 scale from calibration that is written beside a weight.
-
-    Attributes:
-        tensor: Name and shape in the output, one element.
-        value: The scale.
-    """
+    """A float32 scale from calibration that is written beside a weight."""
 
     tensor: OutputTensor
     value: float
@@ -71,12 +57,6 @@ class TensorPlan:
     """The output of one source tensor: its parts, or a copy if it has no parts.
 
     Attributes:
-        source: The source tensor.
-        role: Its role in the model.
-        parts: The quantized weights that it becomes; empty for a copy.
-        reason: Why it is copied; empty where it is quantized.
-        constants: Scales of inputs and of the KV cache that are written beside it.
-        drafts: Whether it belongs to a layer of multi-token prediction.
         dtype: Dtype of the copy of a tensor that the source stores quantized; None: as it is stored.
     """
 
@@ -102,11 +82,6 @@ class QuantizationPlan:
     """The plan of a whole checkpoint.
 
     Attributes:
-        scheme: The scheme of modules that no override matches.
-        layout: Layout of the output.
-        overrides: Exceptions; the last override that matches a module decides.
-        tensors: One entry per source tensor, in the source's order.
-        kept: Linears that keep the model's precision, for the list of exceptions in the config.
         kv: How the KV cache is quantized; None: it is not quantized.
     """
 
@@ -142,16 +117,7 @@ class QuantizationPlan:
     def with_scales(
         self, inputs: Mapping[str, float], kv: KVSpec | None, kv_scales: Mapping[str, tuple[float, float]]
     ) -> QuantizationPlan:
-        """Return the plan with scales from calibration as constants.
-
-        Args:
-            inputs: Module of `static_modules` -> scale of its input, as the layout stores it.
-            kv: How the KV cache is quantized, or None.
-            kv_scales: Module of `attention_modules` -> scales of its keys and values; empty without `kv`.
-
-        Raises:
-            UsageError: The layout cannot hold these scales.
-        """
+        """Return the plan with scales from calibration as constants."""
 
         def constants(tensor: TensorPlan) -> tuple[Constant, ...]:
             scales = [

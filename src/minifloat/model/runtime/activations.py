@@ -2,8 +2,8 @@
 
 On a CPU the kernels round to int8 where that is faster (`minifloat.kernels.linear.int8_inputs`): for prompts and
 batches, never for the single row of a decode step of one sequence. The option is off by default, because it changes
-results. On a GPU the engine multiplies many rows in FP8 (`minifloat.model.runtime.linear.PREFILL_ROWS`), by default where the
-checkpoint declares that its inputs are quantized: that is the model which was calibrated and compared.
+results. On a GPU the engine multiplies many rows in FP8 (`minifloat.model.runtime.linear.PREFILL_ROWS`), by default
+where the checkpoint declares that its inputs are quantized: that is the model which was calibrated and compared.
 """
 
 from __future__ import annotations
@@ -27,20 +27,7 @@ INT8_INPUTS = f"INT8 per group 1x{GROUP_COLS} (dynamic, where that is faster)"
 def allows_int8(
     choice: str, description: Description, device: torch.device, *, impl: str = "auto", weight_only: bool = True
 ) -> bool:
-    """Return whether inputs may be rounded to int8.
-
-    Args:
-        choice: A name in `ACTIVATIONS`.
-        description: Description of the checkpoint.
-        device: Device of the model.
-        impl: As in `minifloat.model.runtime.load.load`. The reference rounds on every processor, at every number of rows.
-        weight_only: Whether inputs are left as they are where the checkpoint declares that they are quantized.
-
-    Raises:
-        UnknownNameError: If there is no such choice.
-        UsageError: If int8 contradicts the device or the checkpoint.
-        KernelUnavailable: If this processor has no such kernels.
-    """
+    """Return whether inputs may be rounded to int8."""
     if choice not in ACTIVATIONS:
         raise UnknownNameError("activations", choice, ACTIVATIONS)
     if choice != "int8":

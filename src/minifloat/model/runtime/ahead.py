@@ -19,13 +19,7 @@ DEPTH = 2
 
 
 class ReadAhead:
-    """Reads weights on a second thread, in an announced order.
-
-    Args:
-        checkpoint: A checkpoint that stays open until this object is closed.
-        order: The weights in the order in which `read` will be called. A weight out of order is read by `read` itself;
-            a weight for which `read` is never called ends the reading ahead.
-    """
+    """Reads weights on a second thread, in an announced order."""
 
     def __init__(self, checkpoint: Checkpoint, order: Iterable[StoredWeight]) -> None:
         self._checkpoint = checkpoint

@@ -23,13 +23,6 @@ def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
     Its class is the one that config.json names under ``architectures`` where that can generate text, else the one that
     transformers has for causal language modelling.
-
-    Args:
-        checkpoint: Only its config is used.
-        dtype: Dtype of the parameters, except those that the class wants in another.
-
-    Raises:
-        ConfigError: If transformers cannot build the model, or only with the checkpoint's own code.
     """
     config = plain_config(checkpoint)
     try:

@@ -106,17 +106,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-    """Return the text that a chat template makes of messages.
-
-    Args:
-        template: Jinja source.
-        messages: ``role``, ``content`` and further texts of each message.
-        variables: Strings, numbers and booleans that the template sees besides.
-
-    Raises:
-        jinja2.TemplateError: If the template is not valid, or refuses the messages.
-        Exception: Whatever else the template's code raises.
-    """
+    """Return the text that a chat template makes of messages."""
     values: dict[str, Any] = {"tools": None, "documents": None, **variables}
     return _compiled(template).render(messages=[dict(message) for message in messages], **values)
 
@@ -127,13 +117,7 @@ def visible_length(rendered: str) -> int:
 
 
 class ControlTokens:
-    """The control tokens of one chat template.
-
-    Args:
-        template: Jinja source.
-        added: The added tokens of the tokenizer: text -> whether it is special. Special tokens are control tokens, and
-            so are those that the template writes, except white space.
-    """
+    """The control tokens of one chat template."""
 
     def __init__(self, template: str, added: Mapping[str, bool]) -> None:
         literals = _literals(template)
@@ -159,17 +143,7 @@ class ControlTokens:
         encode_as_text: Callable[[str], list[int]],
         token_id: Callable[[str], int | None],
     ) -> list[int]:
-        """Return the tokens of a rendered chat; marked control tokens are tokenized as text.
-
-        Args:
-            rendered: What a template made of marked messages.
-            encode: Tokenizes a text, with control tokens.
-            encode_as_text: Tokenizes a text without recognizing any added token.
-            token_id: Returns the token of an added token's text.
-
-        Raises:
-            ValueError: If the tokenizer makes a control token of plain text.
-        """
+        """Return the tokens of a rendered chat; marked control tokens are tokenized as text."""
         first, *pieces = self._marked.split(rendered)
         newline, ids = encode("\n"), encode(first)
         for index, piece in enumerate(pieces):

@@ -19,21 +19,12 @@ if TYPE_CHECKING:
 
 
 def plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return transformers' config of the unquantized model.
-
-    Raises:
-        ConfigError: If transformers does not know the model type, or only with the checkpoint's own code, or refuses a
-            value.
-    """
+    """Return transformers' config of the unquantized model."""
     return full_config(checkpoint.config, checkpoint.path)
 
 
 def config_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the dtype that config.json names, or None if it names none.
-
-    Raises:
-        ConfigError: If the name is not that of a floating dtype.
-    """
+    """Return the dtype that config.json names, or None if it names none."""
     text_config = checkpoint.config.get("text_config")
     for values in (checkpoint.config, text_config if isinstance(text_config, dict) else {}):
         name = values.get("dtype") or values.get("torch_dtype")
@@ -47,11 +38,7 @@ def config_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
 
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
-    """Return the content of generation_config.json, or None if there is no such file.
-
-    Raises:
-        ConfigError: If a field has a value that sampling cannot use, or transformers cannot use the file.
-    """
+    """Return the content of generation_config.json, or None if there is no such file."""
     from transformers import GenerationConfig
 
     path = checkpoint.path / GENERATION_FILE

@@ -13,12 +13,7 @@ _OLDEST = (8, 0)
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device of a name: "cpu", "cuda" (the current GPU) or "cuda:N".
-
-    Raises:
-        UsageError: If the name is none of those.
-        KernelUnavailable: If torch does not see such a GPU, or the GPU is older than the kernels support.
-    """
+    """Return the device of a name: "cpu", "cuda" (the current GPU) or "cuda:N"."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -20,15 +20,7 @@ from minifloat.model.architecture.groups import expert_group
 
 @dataclass(frozen=True)
 class EngineNames:
-    """The names of modules in transformers.
-
-    Attributes:
-        others: Module in the checkpoint -> its names in transformers, for the modules whose names differ. A linear that
-            transformers cuts into several has several names.
-        unlisted: Linears of transformers' model that are neither: a head that is tied, or that the checkpoint names
-            otherwise than a linear. They are not quantized.
-        notes: Sentences for the user, if the names are not known.
-    """
+    """The names of modules in transformers."""
 
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unlisted: tuple[str, ...] = ()
@@ -39,10 +31,6 @@ def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
     """Return the names in transformers of modules of a checkpoint that are linears.
 
     The description of the family declares them, or the tables of the installed transformers.
-
-    Args:
-        checkpoint: The checkpoint, or the one that a new checkpoint is made from; only its config is read.
-        modules: Names in the checkpoint, without ``.weight``: all linears, except those of routed experts.
     """
     family = family_of(checkpoint.config)
     if family.renames is None:

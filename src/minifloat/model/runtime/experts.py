@@ -25,20 +25,7 @@ from minifloat.model.runtime.linear import QuantizedWeight
 
 
 class QuantizedExperts(nn.Module):
-    """All experts of a layer's projection, in place of a parameter ``[E, N, K]`` or, transposed, ``[E, K, N]``.
-
-    Args:
-        experts: For each expert its weights, whose rows follow each other: gate and up, or one. Either all quantize
-            their inputs or none does.
-        transposed: Whether the model multiplies with ``x @ w[e]`` (gpt-oss) and not with ``x @ w[e].T``.
-        multiplied: Whether the model only multiplies with them (`multiplies_experts`).
-
-    Attributes:
-        shape: The shape of the parameter that is replaced.
-
-    Raises:
-        ShapeError: If the experts differ in shape.
-    """
+    """All experts of a layer's projection, in place of a parameter ``[E, N, K]`` or, transposed, ``[E, K, N]``."""
 
     def __init__(self, experts: Sequence[Sequence[QuantizedWeight]], transposed: bool, multiplied: bool) -> None:
         super().__init__()
@@ -60,9 +47,6 @@ class QuantizedExperts(nn.Module):
 
         The result is an `ExpertFactor`, which can only be multiplied with an input; if the model does more with a
         weight, it is the dequantized tensor in the model's dtype.
-
-        Raises:
-            TypeError: If `index` is not one integer; other implementations of transformers' experts index several.
         """
         if isinstance(index, Tensor) and (index.numel() != 1 or index.is_floating_point()):
             raise TypeError(f"experts are taken one at a time; got an index of shape {list(index.shape)}")
@@ -79,10 +63,6 @@ class ExpertFactor:
     Kernels take the weight together with its input, which is known only when the product is computed. torch calls
     `__torch_function__` of operands that are not tensors, and here that multiplies by `QuantizedWeight.multiply`. Any
     other use raises TypeError: a product without the quantization of inputs would be silently wrong.
-
-    Args:
-        parts: The weights of the expert, whose results follow each other in the last dimension.
-        transposed: Whether the product is ``x @ w`` and not ``F.linear(x, w)``.
     """
 
     def __init__(self, parts: Sequence[QuantizedWeight], transposed: bool) -> None:
@@ -124,13 +104,6 @@ def indexes_experts(cls: type[nn.Module], name: str) -> bool:
     """Return whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``.
 
     A `QuantizedExperts` cannot replace any other parameter; Llama 4, for example, multiplies with the whole parameter.
-
-    Args:
-        cls: Class of the module that owns the parameter.
-        name: Name of the parameter in the module.
-
-    Returns:
-        False also if the source of the class is missing.
     """
     return all(isinstance(use, ast.Subscript) for use, _ in _uses(cls, name)) and bool(_uses(cls, name))
 
@@ -139,13 +112,6 @@ def multiplies_experts(cls: type[nn.Module], name: str) -> bool:
     """Return whether a module class uses ``self.<name>[...]`` only in ``linear(x, ...)`` or ``x @ ...``.
 
     An `ExpertFactor` supports only these two. Classes that convert the weight first (``.float()``) do more.
-
-    Args:
-        cls: Class of the module that owns the parameter.
-        name: Name of the parameter in the module.
-
-    Returns:
-        False also if the source of the class is missing.
     """
     return indexes_experts(cls, name) and all(_is_factor(use, parent) for use, parent in _uses(cls, name))
 
@@ -154,13 +120,6 @@ def batches_experts(cls: type[nn.Module], name: str) -> bool:
     """Return whether a module class uses the whole ``self.<name>`` in ``torch.bmm(x, ...)``, for all experts at once.
 
     Uses of its shape alone do not count.
-
-    Args:
-        cls: Class of the module that owns the parameter.
-        name: Name of the parameter in the module.
-
-    Returns:
-        False also if the source of the class is missing.
     """
     uses = [use for use, _ in _uses(cls, name) if not (isinstance(use, ast.Attribute) and use.attr == "shape")]
     return bool(uses) and all(isinstance(use, ast.Call) and ast.unparse(use.func) == "torch.bmm" for use in uses)

@@ -15,28 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The tokens of a text.
-
-    Attributes:
-        input_ids: The token ids.
-    """
+    """The tokens of a text."""
 
     input_ids: list[int]
 
 
 class FileTokenizer:
-    """A tokenizer of one tokenizer.json, with the methods of transformers' tokenizers that serving calls.
-
-    Args:
-        backend: The tokenizer; not changed any more.
-        named: Special tokens by transformers' names.
-        extra: Further special tokens.
-        chat_template: Jinja source, or None.
-
-    Attributes:
-        backend: As given.
-        chat_template: As given; may be set.
-    """
+    """A tokenizer of one tokenizer.json, with the methods of transformers' tokenizers that serving calls."""
 
     def __init__(
         self, backend: Tokenizer, named: Mapping[str, str], extra: Sequence[str], chat_template: str | None
@@ -46,13 +31,7 @@ class FileTokenizer:
         self._special = list(dict.fromkeys([*named.values(), *extra]))
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> Encoding:
-        """Return the tokens of a text.
-
-        Args:
-            text: The text; special tokens in it are recognized.
-            add_special_tokens: Whether to put those around it that the tokenizer puts around a text.
-            verbose: As in transformers, which then warns of long texts; has no effect.
-        """
+        """Return the tokens of a text."""
         # `encode_batch` lets other threads run, which `encode` does not
         return Encoding(list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids))
 

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the forward method of a module.
-
-    Returns:
-        A function that restores the former method, also one that somebody had set on the module itself.
-    """
+    """Replace the forward method of a module."""
     former = module.__dict__.get("forward")
     module.forward = forward
 

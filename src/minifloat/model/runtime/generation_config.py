@@ -31,12 +31,7 @@ _SCHEMA: dict[str, Check] = {
 
 
 def generation_values(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the content of generation_config.json, whose fields are checked; None if there is no such file.
-
-    Raises:
-        ConfigError: If it is not JSON, or a field that sampling reads has a value that sampling cannot use.
-        UnsafeFileError: If it is no regular file of the folder.
-    """
+    """Return the content of generation_config.json, whose fields are checked; None if there is no such file."""
     path = checkpoint.path / GENERATION_FILE
     try:
         values = parse_object(read_small(checkpoint.path, GENERATION_FILE, _LIMIT, ConfigError), path, ConfigError)
@@ -51,9 +46,6 @@ def read_generation(checkpoint: Checkpoint) -> SimpleNamespace | str | None:
     """Return what sampling reads in generation_config.json, None without the file, or why transformers has to read it.
 
     Fields that the file does not state are None, as in transformers' class.
-
-    Raises:
-        CheckpointError: As `generation_values`.
     """
     values = generation_values(checkpoint)
     if values is None:

@@ -33,16 +33,7 @@ _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 class InputQuantization:
-    """Decides for each module of one model how its inputs are quantized.
-
-    Args:
-        checkpoint: The open checkpoint, from which static scales are read.
-        weight_only: Whether no inputs are quantized, without a warning.
-        prefill: "w8a8" if weight-only modules quantize inputs of many rows; else None.
-
-    Raises:
-        UnknownNameError: If `prefill` has another value.
-    """
+    """Decides for each module of one model how its inputs are quantized."""
 
     def __init__(self, checkpoint: Checkpoint, weight_only: bool, prefill: str | None = None) -> None:
         if prefill not in (None, W8A8):
@@ -55,12 +46,6 @@ class InputQuantization:
         """Return how a module quantizes its inputs, and their static scale; None: not at all.
 
         The scale is a float32 scalar: that of the whole input, or for NVFP4 the divisor above its block scales.
-
-        Raises:
-            ConfigError: If the config declares static scales and the module has none.
-            ShapeError: If a scale has more than one element.
-            NonFiniteError: If a scale is not positive and finite.
-            UnsupportedTensorError: If a scale has a dtype that no layout uses.
         """
         spec = stored.activation
         if spec is None or self.weight_only:
@@ -75,9 +60,6 @@ class InputQuantization:
         """Return how a weight-only module quantizes inputs of many rows; None: not at all.
 
         The checkpoint's declaration counts; without one, the granularity of the weight decides (`PREFILL_INPUTS`).
-
-        Raises:
-            MinifloatError: As `of`.
         """
         if self.prefill is None:
             return None

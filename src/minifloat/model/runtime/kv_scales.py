@@ -26,40 +26,13 @@ KVHeadScales = Mapping[str, tuple[Scales, Scales]]
 
 
 def kv_scales(checkpoint: Checkpoint, description: Description) -> KVScales | None:
-    """Return the scales of a checkpoint's FP8 KV cache, one for each layer's keys and one for its values.
-
-    Args:
-        checkpoint: An open checkpoint.
-        description: The result of `describe` for it.
-
-    Returns:
-        None where the checkpoint neither declares such a cache (E4M3, one scale per tensor) nor has scales for one. An
-        empty mapping where it declares one without scales: `kv_cache_factory` then takes 1.0, as servers do. Where an
-        attention module has one of the two scales, the other has the same value, as in vLLM.
-
-    Raises:
-        CheckpointError: If a scale is not a positive number.
-        UnsupportedTensorError: If a scale has more than one element.
-    """
+    """Return the scales of a checkpoint's FP8 KV cache, one for each layer's keys and one for its values."""
     found = _read_scales(checkpoint, description, (TENSOR,), 1)
     return None if found is None else {name: (k[0], v[0]) for name, (k, v) in found.items()}
 
 
 def kv_head_scales(checkpoint: Checkpoint, description: Description, kv_heads: int) -> KVHeadScales | None:
-    """Return the scales of a checkpoint's FP8 KV cache for each key-value head.
-
-    Args:
-        checkpoint: An open checkpoint.
-        description: The result of `describe` for it.
-        kv_heads: Number of key-value heads; a scale that is stored once per tensor is repeated for each.
-
-    Returns:
-        As `kv_scales`, with `kv_heads` scales in the place of each.
-
-    Raises:
-        CheckpointError: If a scale is not a positive number.
-        UnsupportedTensorError: If a scale has neither one element nor `kv_heads`.
-    """
+    """Return the scales of a checkpoint's FP8 KV cache for each key-value head."""
     found = _read_scales(checkpoint, description, (TENSOR, CHANNEL), kv_heads)
     if found is None:
         return None

@@ -42,17 +42,10 @@ class QuantizedWeight(nn.Module):
     of the same form.
 
     Attributes:
-        codes: uint8, as in `QuantizedTensor`; only if unpacked.
-        scale: The scale grid; only if unpacked.
         global_scale: float32 scalar or None; only if unpacked.
         zero_point: The grid of zero points or None; only if unpacked.
-        packed: uint8, as `PackedWeight.data`; only if packed for the CPU.
-        gpu_codes: With the other tensors of `GpuWeight`, each as "gpu_" and its name; only if packed for the GPU.
         activation: How inputs are quantized before they are multiplied; None: not at all.
         input_scale: float32 scalar if `activation` is static, else None.
-        dtype: Dtype of `weight`, as the model sees it.
-        int8_inputs: Whether the kernels may round inputs to int8, as in `minifloat.kernels.linear.linear`; not beside
-            `activation`.
         prefill: The same weight with quantized inputs, which multiplies inputs of `PREFILL_ROWS` and more; or None.
     """
 
@@ -149,12 +142,6 @@ class QuantizedWeight(nn.Module):
 
         On a GPU a weight whose inputs are quantized keeps the stored form if `scaled_mm` multiplies it, which takes
         that form.
-
-        Returns:
-            Why no kernel of the device multiplies the weight; empty if one does.
-
-        Raises:
-            NonFiniteError: If a float32 scale is NaN or Inf.
         """
         if self.is_packed:
             return ""
@@ -241,8 +228,6 @@ class QuantizedLinear(QuantizedWeight):
     Args: As `QuantizedWeight`.
 
     Attributes:
-        in_features: K.
-        out_features: N.
         bias: ``[N]`` in the model's dtype, or None.
     """
 

@@ -48,19 +48,7 @@ _NAME = "lm_head"
 
 
 def lm_head_spec(choice: str, checkpoint: Checkpoint, description: Description) -> WeightSpec | None:
-    """Return the format that the output layer is quantized to while it is loaded.
-
-    Args:
-        choice: A name in `LM_HEADS`.
-        checkpoint: The checkpoint.
-        description: The result of `describe` for it.
-
-    Returns:
-        The format; None: the layer stays as it is stored, which may be quantized.
-
-    Raises:
-        UnknownNameError: If there is no such choice.
-    """
+    """Return the format that the output layer is quantized to while it is loaded."""
     if choice not in LM_HEADS:
         raise UnknownNameError("lm_head", choice, LM_HEADS)
     if choice == "bf16" or any(module.rpartition(".")[2] == _NAME for module in description.weights):
@@ -80,18 +68,6 @@ def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> Quantiz
     """Quantize the weight of an output layer, and log what that takes and saves.
 
     The codes and scales are those of `minifloat quantize`.
-
-    Args:
-        weight: ``[N, K]`` in bfloat16, float16 or float32.
-        spec: The format, with scales per channel.
-        tied: Whether the weight is the embedding too, which stays as it is beside the quantized copy.
-
-    Returns:
-        The quantized weight on the device of `weight`.
-
-    Raises:
-        NonFiniteError: If the weight holds NaN or Inf.
-        UnsupportedTensorError: If the weight has another dtype.
     """
     quantized = round_weight(weight, spec, "lm_head.weight", cure="--lm-head bf16 keeps it as it is")
     _LOG.info(
@@ -112,17 +88,6 @@ def replace_lm_head(model: PreTrainedModel, spec: WeightSpec, packing: Packing, 
     """Quantize the output layer of a transformers model, unless it is quantized already.
 
     A tied embedding keeps its weight, and is not tied any more.
-
-    Args:
-        model: A model whose parameters are all filled.
-        spec: The format of the layer.
-        packing: Packs the weight for the kernels.
-        asked: Whether it is an error if the model has no output layer that can be replaced.
-
-    Raises:
-        UsageError: If it has none and `asked` is true.
-        NonFiniteError: If the weight holds NaN or Inf.
-        KernelUnavailable: As `Packing.pack`.
     """
     head = _output_layer(model)
     if isinstance(head, QuantizedLinear):
@@ -147,13 +112,7 @@ def replace_lm_head(model: PreTrainedModel, spec: WeightSpec, packing: Packing, 
 
 
 def lm_head_name(spec: WeightSpec | None, dtype: torch.dtype, *, loaded: bool) -> str:
-    """Return the name of the format of an output layer, for reports.
-
-    Args:
-        spec: How it is quantized; None: it is not.
-        dtype: Its dtype in memory if it is not.
-        loaded: Whether it was quantized while it was loaded.
-    """
+    """Return the name of the format of an output layer, for reports."""
     if spec is None:
         return str(dtype).removeprefix("torch.")
     return f"{format_name(spec, None)}{' (quantized while loading)' if loaded else ''}"

@@ -56,8 +56,9 @@ def load(
     """Load a checkpoint, quantized or not, as a transformers model in eval mode.
 
     Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`; every layout that
-    `minifloat.model.layouts.describe` knows is read. A quantized weight that something other than a plain `torch.nn.Linear`
-    or indexed experts uses is dequantized here, and a warning names it. Scales of the KV cache are not used.
+    `minifloat.model.layouts.describe` knows is read. A quantized weight that something other than a plain
+    `torch.nn.Linear` or indexed experts uses is dequantized here, and a warning names it. Scales of the KV cache are
+    not used.
 
     Where the checkpoint declares quantized inputs (W8A8: `fp8-static`, `fp8-dynamic`, `fp8-block`; W8A8, W4A8 and W4A4
     of MXFP8, MXFP4 and NVFP4; and the like of other tools), they are quantized as a server with such hardware does it,
@@ -133,19 +134,7 @@ class LoadKeywords(TypedDict, total=False):
 
 
 def load_opened(checkpoint: Checkpoint, description: Description, **options: Unpack[LoadKeywords]) -> PreTrainedModel:
-    """Load a checkpoint that is open and described already.
-
-    Args:
-        checkpoint: An open checkpoint.
-        description: The result of `describe` for it.
-        options: `dtype`, `device`, `weight_only`, `prefill`, `impl`, `lm_head` and `activations`, as in `load`.
-
-    Returns:
-        The model, as `load` returns it.
-
-    Raises:
-        MinifloatError: As `load`.
-    """
+    """Load a checkpoint that is open and described already."""
     loader = Loader(checkpoint, description, **options)
     loader.run()
     model = loader.model
@@ -167,29 +156,7 @@ def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
 
 
 class Loader:
-    """Fills an empty model: at once for `load`, or part by part where the whole model would not fit.
-
-    Args:
-        checkpoint: A checkpoint that stays open while tensors are placed.
-        description: The result of `describe` for it.
-        dtype: As in `load`.
-        device: As in `load`.
-        weight_only: As in `load`.
-        prefill: As in `load`.
-        impl: As in `load`.
-        lm_head: As in `load`.
-        activations: As in `load`.
-
-    Attributes:
-        model: The model; parameters that nothing was placed in are on the meta device.
-        expected: Its parameters and persistent buffers by name, as they were when it was empty.
-
-    Raises:
-        ConfigError: If transformers cannot build the model, or only with the checkpoint's own code.
-        UnknownNameError: If `impl`, `prefill`, `lm_head` or `activations` has another value.
-        UsageError: If `activations` contradicts the device, the checkpoint or `prefill`.
-        KernelUnavailable: If this processor has no kernels for `activations`.
-    """
+    """Fills an empty model: at once for `load`, or part by part where the whole model would not fit."""
 
     def __init__(
         self,
@@ -236,23 +203,14 @@ class Loader:
         self.packing.warn()
 
     def assignments(self) -> list[Assignment]:
-        """Return where in the model every tensor goes.
-
-        Raises:
-            CheckpointError: If the model has no place for a tensor.
-        """
+        """Return where in the model every tensor goes."""
         assignments, surplus = assign(self.model, self.tensors.names)
         ignorable = ignorable_names(self.model.config, self.model._keys_to_ignore_on_load_unexpected or ())
         self.tensors.refuse_surplus(type(self.model).__name__, surplus, ignorable)
         return assignments
 
     def place(self, assignment: Assignment) -> None:
-        """Read the tensors of an assignment and put them into the model.
-
-        Raises:
-            CheckpointError: If the parameter cannot be made of the tensors.
-            TensorError: If the tensors do not fit the parameter, or a scale is NaN or Inf.
-        """
+        """Read the tensors of an assignment and put them into the model."""
         if not (self._place_linear(assignment) or self._place_experts(assignment)):
             self._place_tensors(assignment)
 
@@ -283,11 +241,7 @@ class Loader:
         return True
 
     def _prefill(self, weight: QuantizedTensor, stored: StoredWeight, dtype: torch.dtype) -> QuantizedWeight | None:
-        """Return a second copy of the weight, for inputs of many rows; None if one copy serves inputs of any size.
-
-        Raises:
-            KernelUnavailable: If the GPU has no FP8 product of such inputs and weights.
-        """
+        """Return a second copy of the weight, for inputs of many rows; None if one copy serves inputs of any size."""
         inputs = self.inputs.prefill_of(stored)
         if inputs is None:
             return None

@@ -39,10 +39,6 @@ class ExpertStack:
 
     transformers has no conversion from single experts of such models. Quantized checkpoints have them, because servers
     read those.
-
-    Args:
-        fused: The tensor of fused experts in a plain checkpoint.
-        transposed: Whether the parameter is ``[E, K, N]`` and not ``[E, N, K]``.
     """
 
     def __init__(self, fused: FusedTensor, transposed: bool) -> None:
@@ -60,10 +56,7 @@ class Assignment:
     """The tensors of a checkpoint that together become one parameter (or several, if a conversion cuts a tensor).
 
     Attributes:
-        target: Name of the parameter or buffer; of the first if there are several.
         converter: transformers' conversion, or ours of single experts; None if the tensor is taken as it is.
-        sources: Names of the tensors, experts in the order of their index.
-        patterns: For each source the source pattern of the converter that it matched; without a converter, its name.
     """
 
     target: str
@@ -99,11 +92,7 @@ class Assignment:
         return isinstance(self.converter, ExpertStack) and self.converter.transposed
 
     def convert(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the parameters by name, converted from the tensors that `read` returns for the names in `sources`.
-
-        Raises:
-            Exception: If the tensors do not fit transformers' conversion, which raises errors of many kinds.
-        """
+        """Return the parameters by name, converted from the tensors that `read` returns for the names in `sources`."""
         if self.converter is None:
             return {self.target: read(self.sources[0])}
         if isinstance(self.converter, ExpertStack):
@@ -128,15 +117,7 @@ def _operations(converter: WeightConverter) -> list[tuple[type, int | None]]:
 
 
 def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignment], list[str]]:
-    """Return the parameter that each tensor of a checkpoint becomes.
-
-    Args:
-        model: The model; its parameters may be on the meta device.
-        names: The tensors, by the names of a plain checkpoint (``<module>.weight`` for a quantized weight).
-
-    Returns:
-        The assignments, and the names for which the model has no place.
-    """
+    """Return the parameter that each tensor of a checkpoint becomes."""
     expected = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]

@@ -23,17 +23,7 @@ NOT_MULTIPLIED = "the code of their experts does more with a weight than multipl
 
 
 class Packing:
-    """Packs the weights of one model, one by one.
-
-    Args:
-        impl: As in `minifloat.model.runtime.load.load`.
-        device: Device of the model.
-        int8_inputs: Whether the kernels may round inputs to int8.
-
-    Raises:
-        UnknownNameError: If `impl` has another value.
-        KernelUnavailable: If `impl` names the kernels of another type of device.
-    """
+    """Packs the weights of one model, one by one."""
 
     def __init__(self, impl: str, device: torch.device, *, int8_inputs: bool = False) -> None:
         if impl not in IMPLEMENTATIONS:
@@ -53,14 +43,6 @@ class Packing:
         """Pack a weight, unless `impl` is the reference, or note the reason why it cannot be packed.
 
         The weight's inputs are rounded to int8 if that is allowed and possible.
-
-        Args:
-            weight: The weight, on the device of the model.
-            module: Name of the weight's module in the checkpoint.
-            multiplied: Whether the model does nothing with the weight but multiply.
-
-        Raises:
-            KernelUnavailable: If the weight cannot be packed, and `impl` names the kernels.
         """
         reason = ""
         if self._packs:
@@ -77,24 +59,13 @@ class Packing:
             self._num_packed += 1
 
     def count(self, weight: PackedWeight, module: str) -> None:
-        """Note a quantized weight that was packed before.
-
-        Args:
-            weight: The weight.
-            module: Name of its module.
-        """
+        """Note a quantized weight that was packed before."""
         self._num_packed += 1
         if self._int8_inputs:
             self._note_int8(module, int8_inputs.why_not(weight))
 
     def _allow_int8(self, weight: QuantizedWeight, module: str, reason: str) -> None:
-        """Let a weight round its inputs to int8, or note the reason why it cannot.
-
-        Args:
-            weight: The weight.
-            module: Name of its module.
-            reason: Why it is not packed although it should be; empty: it is, or `impl` is the reference.
-        """
+        """Let a weight round its inputs to int8, or note the reason why it cannot."""
         held = weight.held
         if not reason and isinstance(held, PackedWeight):
             reason = int8_inputs.why_not(held)
@@ -129,11 +100,7 @@ class Packing:
         return self._packs and not self._unpacked
 
     def warn(self) -> None:
-        """Log the weights that were not packed, and those whose inputs are not rounded; one warning per reason.
-
-        Raises:
-            KernelUnavailable: If inputs may be rounded to int8, and no weight has a kernel for them.
-        """
+        """Log the weights that were not packed, and those whose inputs are not rounded; one warning per reason."""
         self._warn_of_int8()
         total = self._num_packed + sum(map(len, self._unpacked.values()))
         for reason, modules in self._unpacked.items():

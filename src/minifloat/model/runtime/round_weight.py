@@ -18,21 +18,7 @@ _SLAB_ELEMENTS = 1 << 22
 
 
 def round_weight(weight: Tensor, spec: WeightSpec, name: str, *, cure: str = "") -> QuantizedTensor:
-    """Round a weight to nearest. The codes and scales are those of `minifloat quantize`.
-
-    Args:
-        weight: ``[N, K]`` in bfloat16, float16 or float32.
-        spec: The format. Each row has scales of its own.
-        name: Name of the weight, for errors.
-        cure: What keeps a weight with NaN or Inf as it is, for errors.
-
-    Returns:
-        The quantized weight on the device of `weight`.
-
-    Raises:
-        NonFiniteError: If the weight holds NaN or Inf.
-        UnsupportedTensorError: If the weight has another dtype.
-    """
+    """Round a weight to nearest. The codes and scales are those of `minifloat quantize`."""
     if weight.dtype not in _DTYPES:
         raise UnsupportedTensorError(name, f"expected one of {', '.join(_DTYPES.values())}, found {weight.dtype}")
     rows, cols = weight.shape

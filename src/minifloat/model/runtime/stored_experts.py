@@ -16,11 +16,6 @@ def stored_fused_as(checkpoint: Checkpoint, family: Family, places: Iterable[Sin
     """Return whether the tensors of fused experts are transposed, ``[E, K, N]``; None: experts are stored one by one.
 
     Where the row of the family does not say it, experts are stored fused if transformers makes nothing of single ones.
-
-    Args:
-        checkpoint: The quantized checkpoint; only its config is read.
-        family: Description of its model.
-        places: Linears of its experts, at least one for each fused tensor.
     """
     first = next(iter(places), None)
     if first is None or family.stored_fused is False:

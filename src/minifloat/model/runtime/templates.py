@@ -47,7 +47,6 @@ class RenderLimits:
 
     Attributes:
         seconds: Processor time.
-        max_characters: Length of the text.
     """
 
     seconds: float = 10.0
@@ -86,17 +85,7 @@ class TemplateWorker:
         variables: Mapping[str, Any],
         limits: RenderLimits = _DEFAULT_LIMITS,
     ) -> str:
-        """Return the text that a chat template makes of messages.
-
-        Args:
-            template: Jinja source.
-            messages: ``role``, ``content`` and whatever else each message has; plain data.
-            variables: What the template sees besides.
-            limits: What it may take.
-
-        Raises:
-            ChatTemplateError: If the template refuses the messages, is not valid, or exceeds a limit.
-        """
+        """Return the text that a chat template makes of messages."""
         request = {
             "template": template,
             "messages": [dict(message) for message in messages],
@@ -184,12 +173,7 @@ def _at_end(pipe: IO[bytes]) -> bool:
 
 
 def _receive(pipe: IO[bytes], length: int, end: float) -> bytes:
-    """Return so many bytes of a pipe.
-
-    Raises:
-        TimeoutError: If they have not come at the time `end`.
-        _Ended: If the pipe ends before.
-    """
+    """Return so many bytes of a pipe."""
     poller = select.poll()
     poller.register(pipe, select.POLLIN)
     received = bytearray()
@@ -224,19 +208,7 @@ def apply_chat_template(
     limits: RenderLimits = _DEFAULT_LIMITS,
     **variables: Any,
 ) -> str:
-    """Return the text of a conversation, as transformers' method of this name does.
-
-    Args:
-        tokenizer: Has the template and the names of special tokens.
-        messages: ``role``, ``content`` and whatever else each message has.
-        chat_template: Jinja source instead of the tokenizer's own.
-        add_generation_prompt: Whether the assistant's answer begins at the end.
-        limits: What the template may take.
-        variables: Further variables of the template.
-
-    Raises:
-        ChatTemplateError: If there is no template, or it refuses the messages or exceeds a limit.
-    """
+    """Return the text of a conversation, as transformers' method of this name does."""
     template = _template(tokenizer, chat_template)
     values = {**tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
     return WORKER.render(template, [_prepared(message) for message in messages], values, limits)
@@ -254,17 +226,6 @@ def chat_tokens(
     """Return the tokens of a conversation; control tokens in messages and variables become tokens of plain text.
 
     They are those of transformers' `apply_chat_template` with `sanitize_control_tokens`.
-
-    Args:
-        tokenizer: As for `apply_chat_template`.
-        messages: ``role``, ``content`` and further texts of each message.
-        chat_template: As for `apply_chat_template`.
-        add_generation_prompt: As for `apply_chat_template`.
-        limits: As for `apply_chat_template`; marks around control tokens do not count as characters.
-        variables: As for `apply_chat_template`.
-
-    Raises:
-        ChatTemplateError: As for `apply_chat_template`, or if the text cannot be tokenized.
     """
     from minifloat.model.runtime.chat_format import ControlTokens
 

@@ -40,17 +40,7 @@ TORCH_DTYPES = {
 
 
 class StoredTensors:
-    """The tensors of an open checkpoint under the names of a plain checkpoint.
-
-    Args:
-        checkpoint: A checkpoint that stays open while tensors are read.
-        description: The result of `minifloat.model.layouts.describe` for this checkpoint.
-
-    Attributes:
-        quantized: Quantized weights by name; several for the experts of one fused tensor, in the order of their index.
-        plain: Names of the tensors that are parameters as they are.
-        read_weight: Reads one of `quantized`, with the errors of `minifloat.model.layouts.read_weight`.
-    """
+    """The tensors of an open checkpoint under the names of a plain checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, description: Description) -> None:
         self.checkpoint, self.description = checkpoint, description
@@ -68,11 +58,7 @@ class StoredTensors:
         return [*self.plain, *self.quantized]
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that config.json names, else that of the first plain floating tensor.
-
-        Raises:
-            ConfigError: If config.json names something that is not a floating dtype.
-        """
+        """Return the dtype that config.json names, else that of the first plain floating tensor."""
         stored = (TORCH_DTYPES.get(self.checkpoint.tensors[name].dtype) for name in self.plain)
         first = next((dtype for dtype in stored if dtype is not None and dtype.is_floating_point), torch.float32)
         return config_dtype(self.checkpoint) or first
@@ -86,11 +72,7 @@ class StoredTensors:
 
     @contextlib.contextmanager
     def reading_ahead(self, names: Iterable[str]) -> Iterator[None]:
-        """Read quantized weights on a second thread, while the caller packs those it has.
-
-        Args:
-            names: Names in the order in which the caller will read them; plain tensors among them are skipped.
-        """
+        """Read quantized weights on a second thread, while the caller packs those it has."""
         with ReadAhead(self.checkpoint, (weight for name in names for weight in self.quantized.get(name, ()))) as ahead:
             direct, self.read_weight = self.read_weight, ahead.read
             try:
@@ -99,15 +81,7 @@ class StoredTensors:
                 self.read_weight = direct
 
     def read_plain(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a plain tensor in the dtype that it is stored in.
-
-        Args:
-            name: One of `plain`.
-            dtype: Dtype of the parameter that the tensor becomes.
-
-        Raises:
-            UnsupportedTensorError: If the tensor holds integers and the parameter floating numbers, or the reverse.
-        """
+        """Read a plain tensor in the dtype that it is stored in."""
         info = self.checkpoint.tensors[name]
         stored = TORCH_DTYPES.get(info.dtype)
         if stored is None or stored.is_floating_point != dtype.is_floating_point:
@@ -116,16 +90,7 @@ class StoredTensors:
         return torch.from_numpy(self.checkpoint.read(name)).view(stored).reshape(info.shape)
 
     def refuse_surplus(self, architecture: str, names: Sequence[str], ignorable: re.Pattern[str]) -> None:
-        """Raise an error for tensors that the model has no place for, except those that may be dropped with a warning.
-
-        Args:
-            architecture: Class of the model, for the message.
-            names: Tensors without a place.
-            ignorable: Matches the names that may be dropped (`ignorable_names`).
-
-        Raises:
-            CheckpointError: If one of the names is not ignorable.
-        """
+        """Raise an error for tensors that the model has no place for, except those that may be dropped with a warning."""
         lost = [name for name in names if not ignorable.search(name)]
         if lost:
             raise self.error(
@@ -173,10 +138,6 @@ def ignorable_names(config: Any, patterns: Iterable[str] = ()) -> re.Pattern[str
 
     These are the rotary and position buffers of old checkpoints, which the model computes, and the layers for
     multi-token prediction, which lie after the last layer.
-
-    Args:
-        config: transformers' config of the model.
-        patterns: Further patterns, which the model class itself declares.
     """
     text_config = config.get_text_config()
     first = getattr(text_config, "num_hidden_layers", 0)

@@ -26,12 +26,7 @@ _FILES = ("tokenizer*", "tekken.json", "spiece.model", "sentencepiece*.model", "
 
 
 def serving_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
-    """Load the tokenizer of a model folder, without transformers where that gives the same tokens.
-
-    Raises:
-        CheckpointError: If there is no such folder, or transformers has to read it and finds no tokenizer, or cannot
-            load it.
-    """
+    """Load the tokenizer of a model folder, without transformers where that gives the same tokens."""
     from minifloat.model.runtime.tokenizer_files import read_file_tokenizer
 
     tokenizer = read_file_tokenizer(resolve_folder(path))
@@ -42,11 +37,7 @@ def serving_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder; code in the folder is not run.
-
-    Raises:
-        CheckpointError: If transformers finds no tokenizer, or cannot load it, or a file of it is no regular file.
-    """
+    """Load the tokenizer of a model folder; code in the folder is not run."""
     from transformers import AutoTokenizer
 
     if Path(path).is_dir():
@@ -79,10 +70,6 @@ def token_id_tokenizer(*configs: Any) -> PreTrainedTokenizerBase:
     """Return a tokenizer for a model that has none: the text of a token is its id.
 
     Texts begin with BOS if a config names one.
-
-    Args:
-        configs: transformers' config of the text model, then others that may name BOS, EOS and the padding token; the
-            first that names one counts.
     """
     from tokenizers import Tokenizer, models
     from tokenizers.processors import TemplateProcessing

@@ -2,7 +2,8 @@
 
 transformers takes seconds to import. Its fast tokenizers run this library, after rules of their own about classes,
 added tokens and flags. `read_file_tokenizer` follows these rules for the kinds of tokenizers that the decoders' models
-have, and returns the reason for every other; `minifloat.model.runtime.tokenizer.serving_tokenizer` then uses transformers.
+have, and returns the reason for every other; `minifloat.model.runtime.tokenizer.serving_tokenizer` then uses
+transformers.
 
 Source: transformers, ``tokenization_utils_tokenizers.py``, ``tokenization_auto.py`` and the classes `LlamaTokenizer`
 and `Qwen2Tokenizer`, with which tests/runtime/test_file_tokenizer.py compares tokens, texts and chats.
@@ -219,14 +220,7 @@ def _content(token: Any) -> str | None:
 
 
 def _check_added(backend: Tokenizer, config: Mapping[str, Any], special: Sequence[str], *, rebuilt: bool) -> None:
-    """Check that tokenizer.json has the added tokens that transformers would have.
-
-    Args:
-        backend: The tokenizer of tokenizer.json.
-        config: The content of tokenizer_config.json.
-        special: The texts of the special tokens.
-        rebuilt: Whether transformers adds all added tokens to a new tokenizer.
-    """
+    """Check that tokenizer.json has the added tokens that transformers would have."""
     added = backend.get_added_tokens_decoder()
     stated = config.get("added_tokens_decoder")
     if stated is not None:

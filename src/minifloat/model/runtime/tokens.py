@@ -10,16 +10,7 @@ if TYPE_CHECKING:
 
 
 def end_tokens(generation_config: Any, config: Any, tokenizer: TextTokenizer | None = None) -> frozenset[int]:
-    """Return the tokens at which a model's texts end.
-
-    Args:
-        generation_config: transformers' generation config, or None. Its tokens count first.
-        config: transformers' config of the model. Its tokens count where the generation config names none.
-        tokenizer: Its end token counts where neither config names one; by default none does.
-
-    Returns:
-        The tokens; -1, which stands for none in some configs, is left out.
-    """
+    """Return the tokens at which a model's texts end."""
     for owner in (generation_config, config.get_text_config(decoder=True), tokenizer):
         tokens = getattr(owner, "eos_token_id", None)
         if tokens is not None:
@@ -28,13 +19,7 @@ def end_tokens(generation_config: Any, config: Any, tokenizer: TextTokenizer | N
 
 
 def token_bytes(tokenizer: TextTokenizer, token: int, text: str) -> bytes:
-    """Return the bytes of a token; those of its text where the tokenizer's alphabet is not known.
-
-    Args:
-        tokenizer: The tokenizer of the model.
-        token: The token.
-        text: The text that the tokenizer decodes the token to; U+FFFD for a part of a character.
-    """
+    """Return the bytes of a token; those of its text where the tokenizer's alphabet is not known."""
     piece = str(tokenizer.convert_ids_to_tokens(token))
     if len(piece) == len("<0x00>") and piece.startswith("<0x") and piece.endswith(">"):  # SentencePiece's bytes
         return bytes([int(piece[3:5], 16)])

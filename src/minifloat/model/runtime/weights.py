@@ -32,9 +32,7 @@ class FusedParameter:
 
     Attributes:
         shape: ``[experts, rows, columns]``.
-        parts: The parameters that it replaces, for each expert in the order of their rows; empty: there are none.
         transposed: Whether it is ``[experts, columns, rows]`` where it is not quantized.
-        either: Whether it may be so: it is, where the stored shape is not `shape`.
     """
 
     shape: tuple[int, int, int]
@@ -54,11 +52,6 @@ class ModelParameters:
     """The parameters that a model needs.
 
     Attributes:
-        architecture: Class of the model in transformers, for messages.
-        shapes: Shape of each parameter by name, in the order in which they will be read.
-        fused: Parameters that may replace those of experts, by name.
-        renamings: Regular expressions and replacements that turn other names on disk into these names.
-        ignorable: Matches the names of tensors that the model may leave unused.
         tied: Two parameters of which either may be missing, because the config ties the first to the second; or None.
     """
 
@@ -71,18 +64,7 @@ class ModelParameters:
 
 
 class WeightSource:
-    """Reads the parameters of a model from a checkpoint.
-
-    Args:
-        tensors: The tensors of an open checkpoint.
-        parameters: What the model needs.
-        dtype: Dtype of the tensors that are not quantized.
-        device: Device that tensors are moved to.
-
-    Raises:
-        CheckpointError: If a parameter has no tensor, or several, or a tensor has no place.
-        ShapeError: If a tensor does not have the shape of its parameter.
-    """
+    """Reads the parameters of a model from a checkpoint."""
 
     def __init__(
         self, tensors: StoredTensors, parameters: ModelParameters, dtype: torch.dtype, device: torch.device
@@ -140,12 +122,7 @@ class WeightSource:
         return [[(self.spec(name), (shapes[name][0], shapes[name][1])) for name in names] for names in parameter.parts]
 
     def tensor(self, parameter: str) -> Tensor:
-        """Return a parameter as a tensor in the model's dtype, dequantized if it is stored quantized.
-
-        Raises:
-            UnsupportedTensorError: If the checkpoint holds integers here.
-            NonFiniteError: If a scale is NaN or Inf.
-        """
+        """Return a parameter as a tensor in the model's dtype, dequantized if it is stored quantized."""
         name = self._names[parameter]
         stored = self._tensors.quantized.get(name)
         if stored is None:
@@ -155,12 +132,7 @@ class WeightSource:
         return (weights[0] if stored[0].expert is None else torch.stack(weights)).to(self._device)
 
     def matrix(self, parameter: str) -> Tensor | QuantizedTensor:
-        """Return the weight of a linear, quantized if it is stored so.
-
-        Raises:
-            UnsupportedTensorError: If the checkpoint holds integers here.
-            NonFiniteError: If a scale is NaN or Inf.
-        """
+        """Return the weight of a linear, quantized if it is stored so."""
         stored = self.stored(parameter)
         return self.tensor(parameter) if stored is None else self._to_device(self._tensors.read_weight(stored))
 
@@ -168,16 +140,6 @@ class WeightSource:
         """Read a projection of all experts, one expert after the other.
 
         Weights are quantized only if those of all experts are: the kernels take one kind of weight per projection.
-
-        Args:
-            fused: Name of the projection in `ModelParameters.fused`.
-
-        Yields:
-            For each expert its matrices, whose rows follow each other: one, or several that are all quantized.
-
-        Raises:
-            UnsupportedTensorError: If the checkpoint holds integers here.
-            NonFiniteError: If a scale is NaN or Inf.
         """
         if fused in self._names:
             stored = self._tensors.quantized.get(self._names[fused])
@@ -203,11 +165,7 @@ class WeightSource:
         warn_of_dequantized(self._dequantized)
 
     def _match(self) -> dict[str, str]:
-        """Return the tensor of each parameter.
-
-        Raises:
-            CheckpointError: If a tensor has no place, or several tensors have the same.
-        """
+        """Return the tensor of each parameter."""
         found: dict[str, list[str]] = {}
         surplus = []
         for name in self._tensors.names:

@@ -27,13 +27,7 @@ _FORMATS = {part for name in SCHEMES for part in (name, name.partition("-")[0])}
 
 
 def model_card(checkpoint: Checkpoint, report: ConvertReport, engines: Reports) -> str:
-    """Return the card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true.
-
-    Args:
-        checkpoint: The source.
-        report: The report of the conversion.
-        engines: The reports of `check_everywhere` on the output.
-    """
+    """Return the card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true."""
     name = model_name(checkpoint.path)
     try:
         source_card = read_small(checkpoint.path, CARD_FILE, _CARD_LIMIT, CheckpointError).decode(errors="replace")

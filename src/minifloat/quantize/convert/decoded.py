@@ -25,9 +25,6 @@ class DecodedTensor:
     """A tensor of the unquantized model.
 
     Attributes:
-        name: Its name.
-        shape: ``(N, K)``; of fused experts ``(E, N, K)``, or ``(E, K, N)`` where they are transposed.
-        matrices: The weights whose rows follow each other in each matrix.
         transposed: Whether each matrix is stored ``[K, N]``.
     """
 
@@ -38,11 +35,7 @@ class DecodedTensor:
 
 
 def decoded_tensors(checkpoint: Checkpoint, description: Description) -> Iterator[DecodedTensor]:
-    """Yield the tensors of the unquantized model.
-
-    Raises:
-        ConversionError: An expert of a layer lacks a linear, or its shape is another than that of the first.
-    """
+    """Yield the tensors of the unquantized model."""
     family = family_of(checkpoint.config)
     fused: dict[str, list[StoredWeight]] = {}
     single: dict[tuple[str, str], _Experts] = {}

@@ -20,17 +20,7 @@ from minifloat.quantize.convert.plan import (
 
 
 def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> ConvertPlan:
-    """Plan to write decoded weights.
-
-    Args:
-        checkpoint: A quantized checkpoint.
-        dtype: A key of `DTYPES`; by default that of config.json, or bfloat16.
-
-    Raises:
-        UsageError: The checkpoint is not quantized.
-        UnknownNameError: The dtype is unknown.
-        ConversionError: The quantization has parts other than codes and scales.
-    """
+    """Plan to write decoded weights."""
     description = describe_quantized(checkpoint)
     config = without_quantization(checkpoint.config)
     dtype_name = dtype or config_dtype(config)

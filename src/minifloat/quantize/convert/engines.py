@@ -13,12 +13,7 @@ from minifloat.quantize.convert.plan import ConvertPlan
 
 
 class PlannedCheckpoint(Checkpoint):
-    """The config and the headers of a checkpoint that a plan writes; its tensors cannot be read.
-
-    Args:
-        source: The open source.
-        plan: The plan of the conversion.
-    """
+    """The config and the headers of a checkpoint that a plan writes; its tensors cannot be read."""
 
     def __init__(self, source: Checkpoint, plan: ConvertPlan) -> None:
         self.path, self.shards, self.metadata = source.path, source.shards, source.metadata
@@ -36,13 +31,7 @@ class PlannedCheckpoint(Checkpoint):
 
 
 def check_output(source: Checkpoint, plan: ConvertPlan, model: str) -> Reports:
-    """Return the report of every engine on every machine on the output of a plan.
-
-    Args:
-        source: The open source.
-        plan: The plan of the conversion.
-        model: Name of the output in messages.
-    """
+    """Return the report of every engine on every machine on the output of a plan."""
     return check_everywhere(Subject.of_checkpoint(PlannedCheckpoint(source, plan)), model)
 
 

@@ -35,19 +35,7 @@ _ONE = 1
 
 
 def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool = False) -> ConvertPlan:
-    """Plan to write the same weights in another layout.
-
-    Args:
-        checkpoint: A quantized checkpoint.
-        name: A key of `TARGETS`; gpt-oss' layout is known and refused.
-        allow_rounding: Round a scale whose reciprocal is no float32 number, instead of refusing.
-
-    Raises:
-        UsageError: The checkpoint is not quantized.
-        UnknownNameError: The layout is unknown.
-        ConversionError: The layout cannot hold a part of the checkpoint exactly; the message names the part, the reason
-            and the cure.
-    """
+    """Plan to write the same weights in another layout."""
     if name == gpt_oss.NAME:
         raise ConversionError(
             "minifloat does not convert to gpt-oss' layout: it holds only the fused experts of gpt-oss, which are "
@@ -88,13 +76,7 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
 
 @dataclass
 class _LayoutConversions:
-    """Makes the conversions of all quantized weights, their scales and the scales of the KV cache.
-
-    Attributes:
-        schemes: Module -> the scheme that the target declares; filled by `conversions`.
-        rounded: Relative change of each reciprocal that was rounded.
-        unused: Input scales that are dropped, because the source does not quantize these inputs with a static scale.
-    """
+    """Makes the conversions of all quantized weights, their scales and the scales of the KV cache."""
 
     checkpoint: Checkpoint
     description: Description

@@ -34,12 +34,8 @@ class Conversion:
     """Source tensors, and the one output tensor that they become.
 
     Attributes:
-        sources: The tensors that are read; the first decides the shard of the output.
         output: The tensor that is written; None: nothing is written.
         change: The change to the bytes.
-        detail: Text for the report.
-        matrices: For DECODE: the weights whose rows follow each other in each matrix of the output. The output is a
-            matrix, or the fused experts.
         transposed: For DECODE: whether each matrix is stored ``[K, N]``.
     """
 
@@ -56,14 +52,8 @@ class ConvertPlan:
     """The plan of a whole checkpoint.
 
     Attributes:
-        source_layout: Name of the source's layout, by `layouts.describe`.
         layout: The layout that is written; None: dequantized weights.
         dtype: Dtype of dequantized weights, a key of `dequantize_plan.DTYPES`; None where a layout is written.
-        conversions: In the order of the source's tensors.
-        config: The new config.json.
-        files: Further JSON files of the layout, by name.
-        rounding: Scales whose values change.
-        notes: Sentences for the user.
     """
 
     source_layout: str
@@ -89,12 +79,7 @@ class ConvertPlan:
 
 
 def describe_quantized(checkpoint: Checkpoint) -> Description:
-    """Describe a checkpoint that can be converted.
-
-    Raises:
-        UsageError: The checkpoint is not quantized.
-        ConversionError: Its quantization has parts other than codes and scales.
-    """
+    """Describe a checkpoint that can be converted."""
     description = describe(checkpoint)
     if description.layout is None:
         raise UsageError(
@@ -119,11 +104,7 @@ def with_copies(checkpoint: Checkpoint, conversions: Iterable[Conversion]) -> tu
 
 
 def require_tensor(checkpoint: Checkpoint, name: str) -> TensorInfo:
-    """Return a tensor of a quantized weight.
-
-    Raises:
-        ConversionError: The checkpoint lacks it.
-    """
+    """Return a tensor of a quantized weight."""
     try:
         return checkpoint.tensors[name]
     except KeyError:

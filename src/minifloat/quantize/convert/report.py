@@ -18,12 +18,7 @@ class ConvertedTensor:
     """One tensor of the source.
 
     Attributes:
-        name: Name in the source.
-        action: ``"converted"``, ``"copied"`` or ``"dropped"``.
-        detail: How it was converted, or why it was copied or dropped.
         becomes: The tensor of the output that holds it; None where it was dropped or merged.
-        source_bytes: Bytes in the source.
-        output_bytes: Bytes in the output.
         source_digest: Content hash of the source's bytes, with its algorithm.
     """
 
@@ -52,12 +47,7 @@ TENSOR_ROW: Check = exact_fields(
 
 @dataclass(frozen=True)
 class Rounding:
-    """Scales whose reciprocal is no float32 number.
-
-    Attributes:
-        scales: Number of rounded reciprocals.
-        largest: Largest relative change.
-    """
+    """Scales whose reciprocal is no float32 number."""
 
     scales: int = 0
     largest: float = 0.0

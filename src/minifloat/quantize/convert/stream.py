@@ -16,19 +16,7 @@ from minifloat.quantize.stream import chunks, copy_digest, copy_tensor
 
 
 def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None) -> list[str]:
-    """Write the output of a conversion.
-
-    Args:
-        checkpoint: The source.
-        conversion: Source tensors and their output.
-        shard: Where the output is written; None where no conversion of its shard has an output.
-
-    Returns:
-        The digest of each source tensor.
-
-    Raises:
-        NonFiniteError: NaN or Inf in a tensor that is copied or decoded, or in a scale.
-    """
+    """Write the output of a conversion."""
     info = conversion.sources[0]
     if shard is None or conversion.output is None:
         return [copy_digest(checkpoint, source) for source in conversion.sources]

@@ -12,24 +12,14 @@ from minifloat.model.layouts.values import widen
 
 
 class Reciprocal(NamedTuple):
-    """The float32 nearest to a reciprocal, and its error.
-
-    Attributes:
-        value: The nearest float32.
-        change: Relative difference from the true reciprocal; 0 where `value` is exact.
-    """
+    """The float32 nearest to a reciprocal, and its error."""
 
     value: np.float32
     change: float
 
 
 def reciprocal(checkpoint: Checkpoint, info: TensorInfo) -> Reciprocal:
-    """Return the reciprocal of a stored scalar.
-
-    Raises:
-        NonFiniteError: The scalar is NaN or Inf.
-        ConversionError: The scalar has no finite, normal reciprocal in float32.
-    """
+    """Return the reciprocal of a stored scalar."""
     value = widen(checkpoint.read(info.name), info.dtype)[0]
     if not np.isfinite(value):
         raise NonFiniteError(info.name, f"the scale is {value}")

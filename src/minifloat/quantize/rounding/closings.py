@@ -26,8 +26,6 @@ class Closing:
     """A module whose output is the output of a linear in it.
 
     Attributes:
-        path: The module.
-        linear: The linear.
         dimensions: Of the linear's input: 2 for ``[T, K]``, 3 for ``[1, T, K]``.
         returned: Length of the tuple that the module returns, the output first and None behind it; 0: no tuple.
     """
@@ -39,13 +37,7 @@ class Closing:
 
 
 class Closings:
-    """The closed modules of a layer, and the inputs of their linears.
-
-    Args:
-        model: The model that the paths lead into.
-        closings: By number of the stage that the linear makes.
-        file: Holds the inputs; its content is overwritten.
-    """
+    """The closed modules of a layer, and the inputs of their linears."""
 
     def __init__(self, model: nn.Module, closings: dict[int, Closing], file: TensorFile) -> None:
         self._model, self._closings, self._file, self._end = model, closings, file, 0
@@ -77,14 +69,6 @@ def find_closings(
 
     They are found by running the layer. A second run, with the modules replaced, must give the same bits; otherwise no
     module counts as closed.
-
-    Args:
-        model: The model that the paths of `stages` lead into.
-        prefix: Path of the layer in the model.
-        layer: The layer, with its weights.
-        stages: Its stages.
-        call: The arguments of the layer for one sequence.
-        hidden: The hidden states ``[1, T, H]`` of that sequence.
     """
     numbers = {
         stage.path: number for number, stage in enumerate(stages) if stage.outer is None and len(stage.paths) == 1

@@ -1,8 +1,8 @@
 """The walk that stores the Hessians of a model: layer by layer through the original model, without any rounding.
 
-It takes the same sums over the same rows as `minifloat.quantize.rounding.walk` with the method gptq, so that codes from stored
-Hessians are those of a run with the text. Memory holds one layer and its Hessians; hidden states are on disk, and a
-killed run continues after the last layer that is complete.
+It takes the same sums over the same rows as `minifloat.quantize.rounding.walk` with the method gptq, so that codes from
+stored Hessians are those of a run with the text. Memory holds one layer and its Hessians; hidden states are on disk,
+and a killed run continues after the last layer that is complete.
 """
 
 from __future__ import annotations
@@ -73,26 +73,6 @@ def save_hessians(
     """Run text through an unquantized model, and store the Hessians of its linears.
 
     A call whose result is there already returns it; an interrupted one is continued by the same call.
-
-    Args:
-        model: An unquantized model: a folder or a model of the hub; with `from_quantized` a quantized one.
-        sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes.
-        folder: The folder of the Hessians, as `saved.hessians_path` names it.
-        text: How text becomes sequences of tokens. The held-out part must not be empty.
-        run: Memory and device.
-        own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
-        write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
-        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
-        overwrite: Replace Hessians of another text or model.
-        progress: Called after each sequence of each layer.
-        revision: Of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
-
-    Raises:
-        DataError: The text is missing, too short, or does not fit the model.
-        DestinationError: The folder holds Hessians of another run and `overwrite` is False, or other files.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed.
-        StorageError: The system refused to read or write.
     """
     with Checkpoint.open(model_folder(model, revision=revision)) as stored:
         checkpoint = plain_view(stored) if from_quantized else stored
@@ -122,18 +102,7 @@ def collect_hessians(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> SavedHessians:
-    """Store the Hessians of an open model, as `save_hessians` does with text that is tokens already.
-
-    Args:
-        checkpoint: The unquantized model.
-        kept: The text that Hessians come from.
-        held_out: Other text, whose inputs codes are judged on.
-        folder: The folder of the Hessians.
-        run: Memory and device.
-        data: Both texts together, for the record.
-        overwrite: Replace Hessians of another text or model.
-        progress: Called after each sequence of each layer.
-    """
+    """Store the Hessians of an open model, as `save_hessians` does with text that is tokens already."""
     model = CalibrationModel(checkpoint, run)
     loader = model.loader()
     for each in (kept, held_out):

@@ -38,12 +38,7 @@ RunLayer: TypeAlias = Callable[[Places, Places], None]
 
 @dataclass(frozen=True)
 class GroupsToMeasure:
-    """Groups of weights whose damage is to be measured.
-
-    Attributes:
-        groups: Group -> names of its quantized modules.
-        schemes: Formats whose errors of outputs are to be compared.
-    """
+    """Groups of weights whose damage is to be measured."""
 
     groups: Mapping[str, Sequence[str]]
     schemes: Sequence[Scheme]
@@ -59,14 +54,7 @@ class GroupsToMeasure:
 
 @dataclass
 class DamageStreams:
-    """The streams of all groups.
-
-    Attributes:
-        request: The groups.
-        given_back: Group -> places of its stream through the quantized layers.
-        alone: Group -> places of its stream through the original layers.
-        started: The groups whose streams have begun.
-    """
+    """The streams of all groups."""
 
     request: GroupsToMeasure
     given_back: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
@@ -75,16 +63,7 @@ class DamageStreams:
     _tokens: int = 0
 
     def place(self, number: int, hidden: Tensor, end: int) -> int:
-        """Reserve room for the hidden states of a held-out sequence, as far as the sample takes it.
-
-        Args:
-            number: Of the sequence.
-            hidden: Its hidden states ``[1, T, H]``.
-            end: Offset at which the room starts.
-
-        Returns:
-            The offset behind the room.
-        """
+        """Reserve room for the hidden states of a held-out sequence, as far as the sample takes it."""
         if self._tokens >= _TOKENS:
             return end
         self._tokens += hidden.shape[1]
@@ -107,18 +86,7 @@ class DamageStreams:
         original: Places,
         quantized: Places,
     ) -> list[str]:
-        """Continue the streams through a quantized layer, and begin those of the groups in it.
-
-        Args:
-            run: Runs the layer.
-            weights: Views of the quantized weights in the layer, by module.
-            originals: Their original values.
-            original: Hidden states of the original model that enter the layer.
-            quantized: Those of the quantized model.
-
-        Returns:
-            The groups whose streams begin in this layer.
-        """
+        """Continue the streams through a quantized layer, and begin those of the groups in it."""
         own = {group: {*members} & originals.keys() for group, members in self.request.groups.items()}
         own = {group: members for group, members in own.items() if members}
         new = [group for group in own if group not in self.started]
@@ -140,17 +108,7 @@ class DamageStreams:
         quantized: Places,
         logits_of: Callable[[Sequence[int], Iterable[StoredTensor]], Iterator[Tensor]],
     ) -> dict[str, Any]:
-        """Return KL divergences from the original model, as JSON values.
-
-        Args:
-            sequences: Token ids of each sequence.
-            original: Hidden states behind the last layer of the original model.
-            quantized: Those of the quantized model.
-            logits_of: Yields the logits of a sequence for each of several hidden states.
-
-        Returns:
-            ``tokens``, ``kl`` of the quantized model, ``given_back`` and ``alone`` by group, in nats per token.
-        """
+        """Return KL divergences from the original model, as JSON values."""
         kinds = {"given_back": self.given_back, "alone": self.alone}
         streams = {(kind, group): by_group[group] for kind, by_group in kinds.items() for group in self.started}
         means = {name: KLMeans() for name in [("kl", ""), *streams]}

@@ -18,13 +18,9 @@ class Divergence:
     """Means over the tokens of held-out text.
 
     Attributes:
-        tokens: Number of tokens.
         nearest: KL(original || rounded to nearest), in nats per token.
         method: KL(original || rounded by the method), in nats per token.
         nearest_error: Standard error of `nearest`, from the means of the sequences; None: there is only one.
-        method_error: Standard error of `method`, likewise.
-        nearest_by_sequence: KL of rounding to nearest on each held-out sequence.
-        method_by_sequence: KL of the method on each held-out sequence.
     """
 
     tokens: int
@@ -46,12 +42,7 @@ class Divergence:
 
 @dataclass
 class KLMeans:
-    """KL per token, as means over sequences.
-
-    Attributes:
-        tokens: Tokens of each sequence.
-        means: Mean of each sequence.
-    """
+    """KL per token, as means over sequences."""
 
     tokens: list[int] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -82,15 +73,7 @@ class KLMeans:
 
 @torch.inference_mode()
 def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Divergence:
-    """Return the divergence over some sequences.
-
-    Args:
-        logits: For each sequence the logits ``[T, V]`` of the original model, of the model rounded to nearest, and of
-            the model rounded by the method.
-
-    Raises:
-        NonFiniteError: Logits hold NaN or Inf.
-    """
+    """Return the divergence over some sequences."""
     nearest, method = KLMeans(), KLMeans()
     for original, *others in logits:
         for candidate, means in zip(others, (nearest, method), strict=True):

@@ -32,8 +32,6 @@ class Feedback:
         order: int64 ``[K]``, columns by falling diagonal of the Hessian.
         matrix: float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error.
         lower: float32 ``[K, K]``, the Cholesky factor of the damped Hessian with its columns in reversed order.
-        damping: Share of the mean diagonal, over columns that are not dead, that was added to the diagonal.
-        dead: Number of columns whose input was always zero.
     """
 
     order: Tensor
@@ -48,13 +46,6 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
 
     Columns with the largest diagonal are rounded first, so that their errors are compensated by all others. A column
     whose input was always zero is rounded to nearest.
-
-    Args:
-        hessian: float32 ``[K, K]``, symmetric.
-        name: The linear, for messages.
-
-    Raises:
-        SingularHessianError: The Hessian holds NaN or Inf, or no damping makes it positive definite.
     """
     diagonal = hessian.diagonal().double()
     if not bool(diagonal.isfinite().all()):
@@ -86,12 +77,7 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
 
 
 def regress(products: Tensor, feedback: Feedback) -> Tensor:
-    """Return ``products (H + l I)^-1`` in float32, with the damping l of the factorization of H.
-
-    Args:
-        products: float32 ``[N, K]``, for example the drift of outputs times inputs.
-        feedback: The factorization of H.
-    """
+    """Return ``products (H + l I)^-1`` in float32, with the damping l of the factorization of H."""
     last_first = feedback.order.flip(0)
     halves = products[:, last_first].T.chunk(2, dim=1)  # always two, so that threads do not change any sum
     with one_thread(), ThreadPoolExecutor(2) as pool:

@@ -2,8 +2,8 @@
 
 Channels of large activations decide the error of the output. Multiplying their weight columns by s > 1 lowers their
 share of the rounding error in their blocks, and dividing the norm, v_proj or up_proj before the linear by s keeps the
-model's function (`minifloat.model.architecture.folding` lists where). `choose_exponents` tries scales that grow with the
-activations and keeps the exponents with the smallest error of the output; `apply_exponents` changes the tensors.
+model's function (`minifloat.model.architecture.folding` lists where). `choose_exponents` tries scales that grow with
+the activations and keeps the exponents with the smallest error of the output; `apply_exponents` changes the tensors.
 
 Scales are powers of two, so that the 16-bit tensors that stay in the checkpoint keep their mantissas. The walk over the
 layers, which supplies inputs and weights, is not here.
@@ -40,9 +40,6 @@ class FoldChoice:
     Attributes:
         exponents: int32 ``[K]``; ``2**exponents`` multiplies the weights' columns and divides the inputs. All zero if
             folding does not lower the loss on held-out inputs.
-        alpha: Power of the activations' magnitude; 0.0 if nothing is folded.
-        loss_without: Squared error of the outputs on held-out inputs without folding, over their squared norm.
-        loss_with: The same with the best candidate, also if that candidate was not accepted.
     """
 
     exponents: Tensor
@@ -74,26 +71,6 @@ def choose_exponents(
     exponent is 0. The loss is the squared error of the outputs after rounding weights (and inputs, with `activation`)
     to nearest. The best candidate on `inputs` is accepted if, on `held_out`, it lowers the loss by `MIN_GAIN` and by
     `MIN_ERRORS` standard errors of the difference over tokens.
-
-    Args:
-        weights: float32 ``[N_i, K]``, the weights of the site that are quantized.
-        spec: Storage format of the weights.
-        inputs: ``[T, K]``, sampled inputs of the weights, floating point, finite.
-        held_out: ``[T2, K]``, other inputs.
-        activation: Format of the inputs if they are quantized; None if they stay in 16 bits.
-        classes: int64 ``[K]`` from `channel_classes`: channels with the same number get the same exponent. By default
-            every channel is on its own.
-        limits: int32 ``[K]`` each, from `exponent_limits`: smallest and largest exponents that keep every tensor exact.
-        shares: One number per weight; weights with the same number share the scale of the whole tensor, where `spec`
-            has one. By default all share it.
-        alphas: Powers that are tried.
-
-    Returns:
-        The choice; its exponents are zero if no candidate is accepted.
-
-    Raises:
-        ShapeError: If weights and inputs differ in K, or there are no weights, inputs or held-out inputs.
-        UnsupportedTensorError: If inputs in `activation` are not simulated.
     """
     _check_shapes(weights, inputs, held_out)
     inputs, held_out = inputs.float(), held_out.float()
@@ -139,13 +116,6 @@ def exponent_limits(site: FoldSite, tensors: Mapping[str, Tensor]) -> tuple[Tens
     """Return the smallest and largest exponent of each channel that keep every tensor of a site exact.
 
     Every element must stay a normal number of its dtype; a subnormal element may only grow. Zero is always allowed.
-
-    Args:
-        site: The site.
-        tensors: The tensors of the site by name, in the dtypes in which they are stored.
-
-    Returns:
-        int32 ``[K]`` each: limits of at most 0 and of at least 0.
     """
     classes = channel_classes(site)
     lower = torch.full((site.channels,), -MAX_EXPONENT, dtype=torch.int32)
@@ -161,21 +131,7 @@ def exponent_limits(site: FoldSite, tensors: Mapping[str, Tensor]) -> tuple[Tens
 
 
 def apply_exponents(site: FoldSite, tensors: Mapping[str, Tensor], exponents: Tensor) -> dict[str, Tensor]:
-    """Return the changed tensors of a site: columns of the readers times ``2**exponents``, producers divided by it.
-
-    Args:
-        site: The site.
-        tensors: The tensors of the site by name; other entries are ignored.
-        exponents: int32 ``[K]``; channels that share a value head must have the same exponent.
-
-    Returns:
-        A new tensor for every name in ``site.tensors``, in the dtype of the old one, exact.
-
-    Raises:
-        ShapeError: If `exponents` does not have K elements.
-        ValueError: If channels that share a producer's row have different exponents, or an exponent is outside
-            `exponent_limits`, so that a tensor would lose bits.
-    """
+    """Return the changed tensors of a site: columns of the readers times ``2**exponents``, producers divided by it."""
     if tuple(exponents.shape) != (site.channels,):
         raise ShapeError(site.readers[0].tensor, f"expected {site.channels} exponents, got {tuple(exponents.shape)}")
     rows = _row_exponents(site, exponents)

@@ -27,15 +27,7 @@ CANDIDATES = 5
 
 
 class OutputLoss:
-    """Squared error of the outputs of one site's linears.
-
-    Args:
-        weights: ``[N_i, K]`` float32, at least one.
-        spec: Storage format of the weights.
-        inputs: ``[T, K]`` float32, on which candidates are compared; a static input scale is their amax.
-        activation: Format of the inputs if they are quantized.
-        shares: One number per weight; weights with the same number share the scale of the whole tensor.
-    """
+    """Squared error of the outputs of one site's linears."""
 
     def __init__(
         self,
@@ -97,14 +89,7 @@ class OutputLoss:
 
 
 def round_to_nearest(weight: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None) -> Tensor:
-    """Return the dequantized values of a weight that the streaming quantizer would write.
-
-    Args:
-        weight: float32 ``[N, K]`` on the CPU.
-        spec: Storage format.
-        tensor_amax: float32 scalar, the amax of all tensors that share the scale of the whole tensor, where `spec` has
-            one; by default that of `weight`.
-    """
+    """Return the dequantized values of a weight that the streaming quantizer would write."""
     rows, cols = weight.shape
     if spec.needs_tensor_amax and tensor_amax is None:
         tensor_amax = weight.abs().amax()

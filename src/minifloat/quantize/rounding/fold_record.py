@@ -32,17 +32,7 @@ def folded_weights(
     rounded: RoundedModel,
     originals: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors that folds changed, by name, on the CPU, with the folds of the rounded model.
-
-    Args:
-        config: Content of config.json.
-        infos: The tensors of the checkpoint.
-        rounded: The rounded model.
-        originals: The original tensors by name.
-
-    Raises:
-        StorageError: The system refused to read.
-    """
+    """Return the tensors that folds changed, by name, on the CPU, with the folds of the rounded model."""
     folded: dict[str, Tensor] = {}
     prefixes = dict.fromkeys(match[1] for name in infos if (match := _LAYER.match(name)))
     for prefix in prefixes:

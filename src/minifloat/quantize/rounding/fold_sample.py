@@ -17,14 +17,7 @@ _SEQUENCES = 32
 
 
 class FoldSample:
-    """Returns sampled inputs of a stage and slot, as `minifloat.quantize.rounding.layer_fold.SampleInputs`.
-
-    Args:
-        readings: The inputs of all stages in the original model.
-        stages: The stages.
-        first_held_out: Number of the first held-out sequence.
-        sequences: Number of all sequences.
-    """
+    """Returns sampled inputs of a stage and slot, as `minifloat.quantize.rounding.layer_fold.SampleInputs`."""
 
     def __init__(self, readings: StoredReadings, stages: Sequence[Stage], first_held_out: int, sequences: int) -> None:
         self._readings, self._stages = readings, stages

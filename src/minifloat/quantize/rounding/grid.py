@@ -21,23 +21,13 @@ _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 @dataclass(frozen=True)
 class Grid:
-    """A weight rounded to nearest: its scales stay, and a method may choose other codes.
-
-    Attributes:
-        nearest: The weight with the scales of its scheme's rule and the nearest codes.
-    """
+    """A weight rounded to nearest: its scales stay, and a method may choose other codes."""
 
     nearest: QuantizedTensor
 
     @classmethod
     def of(cls, weight: Tensor, spec: WeightSpec, group_amax: float | None) -> Grid:
-        """Return the grid of a weight.
-
-        Args:
-            weight: ``[N, K]``, bfloat16, float16 or float32, on the CPU.
-            spec: Storage format.
-            group_amax: Amax over all weights that share a scale per tensor, if `spec` has one.
-        """
+        """Return the grid of a weight."""
         rows, cols = weight.shape
         data = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
         cast = quantize_rows(data, _NAMES[weight.dtype], (rows, cols), spec, tensor_amax=group_amax)

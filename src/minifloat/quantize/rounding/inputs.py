@@ -24,13 +24,7 @@ from minifloat.quantize.rounding.taps import Reading
 
 
 class LayerInputs:
-    """The formats and the ranges of the inputs of one layer.
-
-    Args:
-        model: The model that the paths of `stages` lead into.
-        stages: The stages of the layer.
-        parts: The weights to quantize, by module.
-    """
+    """The formats and the ranges of the inputs of one layer."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], parts: Mapping[str, Part]) -> None:
         self._model, self._stages = model, stages
@@ -45,13 +39,7 @@ class LayerInputs:
         self._exponents: Mapping[tuple[int, int], Tensor] = {}
 
     def observe(self, number: int, reading: Reading, routing: Reading | None = None) -> None:
-        """Record the largest input of each channel in one sequence of calibration text.
-
-        Args:
-            number: Number of the stage.
-            reading: Its inputs in the original model.
-            routing: For gate and up of experts, whose reading is of the whole module: which expert saw which token.
-        """
+        """Record the largest input of each channel in one sequence of calibration text."""
         if number not in self._specs:
             return
         for slot, largest, tokens in largest_inputs(reading, routing):
@@ -64,12 +52,7 @@ class LayerInputs:
         self._tokens[key] = self._tokens.get(key, 0) + tokens
 
     def fold(self, exponents: Mapping[tuple[int, int], Tensor]) -> None:
-        """Take account of folds.
-
-        Args:
-            exponents: By stage and slot the exponents int32 ``[K]`` by which inputs are divided; stages of experts that
-                share their input have one entry, slot 0.
-        """
+        """Take account of folds."""
         self._exponents = exponents
 
     def rows(self) -> list[dict[str, Any]]:
@@ -139,12 +122,7 @@ class LayerInputs:
 
 
 def largest_inputs(reading: Reading, routing: Reading | None = None) -> Iterator[tuple[int, Tensor, int]]:
-    """Yield for each slot of a stage its largest input by channel, float32 ``[K]``, and its number of tokens.
-
-    Args:
-        reading: The inputs of the stage in one sequence.
-        routing: For gate and up of experts, whose reading is of the whole module: which expert saw which token.
-    """
+    """Yield for each slot of a stage its largest input by channel, float32 ``[K]``, and its number of tokens."""
     slots, inputs = reading.slots, reading.inputs
     if routing is not None and routing.tokens is not None:
         slots, inputs = routing.slots, inputs[routing.tokens]

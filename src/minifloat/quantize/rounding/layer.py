@@ -29,13 +29,7 @@ class LayerRounding:
     """The weights of one layer while they are rounded.
 
     Attributes:
-        method: Chooses the codes.
-        parts: The weights to quantize, by module.
-        weights: Views of these weights in the model, by module.
-        compared: Formats whose errors of outputs the report compares; the original weights are kept with them.
         tensors: Output tensor name -> its bytes, of the weights that are rounded.
-        rows: A row of the report for each rounded weight.
-        originals: The original weights by module, where formats are compared.
     """
 
     method: Method
@@ -50,11 +44,7 @@ class LayerRounding:
         self._amaxes: dict[str, float] = {}
 
     def measure(self) -> None:
-        """Measure the amax of weights that share a scale per tensor; call it when the weights have their final form.
-
-        Raises:
-            NonFiniteError: A weight holds NaN or Inf.
-        """
+        """Measure the amax of weights that share a scale per tensor; call it when the weights have their final form."""
         for module, part in self.parts.items():
             if not bool(self.weights[module].isfinite().all()):
                 raise NonFiniteError(f"{module}.weight", "it holds NaN or Inf; the checkpoint is damaged")
@@ -70,17 +60,7 @@ class LayerRounding:
     def round_slot(
         self, modules: Sequence[str], statistics: Statistics, held_out: Rows | None, facts: Mapping[str, Any]
     ) -> None:
-        """Round the weights that share an input.
-
-        Args:
-            modules: Their names; those that are not quantized are skipped.
-            statistics: Of their input.
-            held_out: float32 rows of their input in text that is in no statistic; None: there are none.
-            facts: Further entries for the report.
-
-        Raises:
-            SingularHessianError: The statistics are no base for error compensation.
-        """
+        """Round the weights that share an input."""
         by_spec: dict[WeightSpec, list[str]] = {}
         for module in modules:
             if module in self.parts:
@@ -155,11 +135,6 @@ def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_ou
     """Return the relative squared error of the outputs of each candidate on held-out inputs.
 
     Where the linear adds to the residual stream, the error of the stream behind it counts.
-
-    Args:
-        weight: The original weight, float32 ``[N, K]``.
-        candidates: Quantized forms of it.
-        held_out: float32 rows.
     """
     inputs = held_out.inputs
     original = times(held_out.reference, weight.T.contiguous())

@@ -31,7 +31,6 @@ class LayerResult:
 
     Attributes:
         tensors: Output tensor name -> its bytes.
-        record: How they were made, as JSON values.
     """
 
     tensors: Mapping[str, Bytes]
@@ -40,12 +39,7 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class LayerFile:
-    """The results of a layer in a file.
-
-    Attributes:
-        path: The file.
-        record: How the tensors were made, as JSON values.
-    """
+    """The results of a layer in a file."""
 
     path: Path
     record: Mapping[str, Any]
@@ -57,11 +51,7 @@ class LayerFile:
         return frozenset(self._tensors)
 
     def read(self, name: str) -> Bytes:
-        """Return the bytes of an output tensor.
-
-        Raises:
-            StorageError: The system refused to read.
-        """
+        """Return the bytes of an output tensor."""
         info = self._tensors[name]
         data = np.empty(info.nbytes, np.uint8)
         descriptor, _ = open_regular(self.path)
@@ -73,11 +63,7 @@ class LayerFile:
 
 
 def write_layer(result: LayerResult | LayerFile, path: Path) -> None:
-    """Write the results of a layer in one step.
-
-    Raises:
-        StorageError: The system refused to write.
-    """
+    """Write the results of a layer in one step."""
     assert isinstance(result, LayerResult)
     content = json.dumps(result.record)
     outputs = [OutputTensor(name, "U8", (data.nbytes,)) for name, data in result.tensors.items()]
@@ -89,12 +75,7 @@ def write_layer(result: LayerResult | LayerFile, path: Path) -> None:
 
 
 def read_layer(path: Path) -> LayerFile:
-    """Return the results in a file, whose bytes are those that were written (`WorkFolder` checks them).
-
-    Raises:
-        CheckpointError: The file is damaged.
-        StorageError: The system refused to read.
-    """
+    """Return the results in a file, whose bytes are those that were written (`WorkFolder` checks them)."""
     header, _ = read_header(path)
     metadata = header.metadata
     if metadata.get("format") != _FORMAT or "content" not in metadata:

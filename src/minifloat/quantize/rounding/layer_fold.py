@@ -38,14 +38,6 @@ class LayerFold:
     """The folds of one layer.
 
     Attributes:
-        prefix: Name of the layer in the checkpoint.
-        infos: The tensors of the checkpoint.
-        config: Content of config.json.
-        stages: The stages of the layer.
-        parts: For each module to quantize the name of its source tensor, and its part of it.
-        views: The tensors of the layer in the model, by name in the checkpoint.
-        records: A row of the report for each site.
-        changed: Names of the tensors that a fold changed.
         exponents: The exponents of each site that was folded, int8 ``[K]``, by the name of their entry in the file.
     """
 

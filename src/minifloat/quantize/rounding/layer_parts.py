@@ -25,15 +25,7 @@ def rounding_of(
     method: Method,
     compared: Sequence[Scheme] = (),
 ) -> LayerRounding:
-    """Return the weights of a layer that are to be rounded, with views of them in the model.
-
-    Args:
-        views: The tensors of the layer in the model, by name in the checkpoint.
-        stages: The stages of the layer.
-        parts: For each module to quantize the name of its source tensor, and its part of it.
-        method: Chooses the codes.
-        compared: Schemes whose errors are measured beside.
-    """
+    """Return the weights of a layer that are to be rounded, with views of them in the model."""
     modules = {module for stage in stages for slot in stage.slots for module in slot}
     chosen, weights = {}, {}
     for module in sorted(modules & parts.keys()):

@@ -18,13 +18,7 @@ from minifloat.model.runtime.names import Assignment
 def layer_tensors(
     model: nn.Module, assignments: Iterable[Assignment], infos: Mapping[str, TensorInfo]
 ) -> dict[str, Tensor]:
-    """Return the views of a layer's tensors by name in the checkpoint.
-
-    Args:
-        model: The model, with the weights of the layer.
-        assignments: Where the tensors of the layer are in it.
-        infos: The tensors of the checkpoint.
-    """
+    """Return the views of a layer's tensors by name in the checkpoint."""
     views: dict[str, Tensor] = {}
     for assignment in assignments:
         views |= assignment_views(assignment, parameter_of(model, assignment).data, infos)
@@ -39,13 +33,7 @@ def parameter_of(model: nn.Module, assignment: Assignment) -> Tensor:
 
 
 def assignment_views(assignment: Assignment, parameter: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Return the views of a parameter, or of a tensor of its shape, by name in the checkpoint.
-
-    Args:
-        assignment: Which tensors the parameter is made of.
-        parameter: The parameter, or its gradient.
-        infos: The tensors of the checkpoint.
-    """
+    """Return the views of a parameter, or of a tensor of its shape, by name in the checkpoint."""
     if assignment.converter is None:
         return {assignment.sources[0]: parameter}
     views: dict[str, Tensor] = {}

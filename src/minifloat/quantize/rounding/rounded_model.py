@@ -16,20 +16,8 @@ from minifloat.quantize.rounding.layer_file import Bytes, LayerFile
 class RoundedModel:
     """The output tensors that rounding made, on disk.
 
-    Args:
-        files: A file per layer, one of the comparison on held-out text, and one of the tuning, if there was one. Later
-            files count where two have the same tensor or weight.
-
     Attributes:
-        files: The files.
-        weights: How each weight was rounded, by module.
-        folds: The scales that were folded, layer by layer.
-        inputs: The largest input of each linear whose inputs are quantized, and the tokens that it was seen in.
-        kv: The largest key and value of each head of each attention, if they were recorded.
-        held_out: The divergence from the original model on held-out text; empty for codes from stored Hessians.
         tuning: What tuning did; None: the model was not tuned.
-        damage: KL divergences that each group of weights makes, as `damage.DamageStreams` measures them; empty unless
-            that was asked for.
     """
 
     def __init__(self, files: Sequence[LayerFile]) -> None:
@@ -50,19 +38,11 @@ class RoundedModel:
         return name in self._by_name
 
     def read(self, name: str) -> Bytes:
-        """Return the bytes of an output tensor.
-
-        Raises:
-            StorageError: The system refused to read.
-        """
+        """Return the bytes of an output tensor."""
         return self._by_name[name].read(name)
 
     def quantized(self, part: Part) -> QuantizedTensor:
-        """Return a weight that was rounded with data.
-
-        Raises:
-            StorageError: The system refused to read.
-        """
+        """Return a weight that was rounded with data."""
         spec, names = part.scheme.weight, part.tensors
         rows, cols = part.shape
         scale_dtype = torch.float32 if spec.scale is FLOAT32 else torch.uint8

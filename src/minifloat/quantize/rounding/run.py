@@ -37,26 +37,7 @@ def round_checkpoint(
     progress: Progress | None = None,
     groups: GroupsToMeasure | None = None,
 ) -> Iterator[RoundedModel]:
-    """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
-
-    Args:
-        checkpoint: The original model.
-        plan: What each weight is quantized to.
-        kept: The text that statistics come from.
-        held_out: Other text, on which errors are measured.
-        options: Method, folding, device.
-        work_dir: Where finished layers are kept, so that the same call continues after an interruption.
-        progress: Called after each sequence of each pass over a layer.
-        groups: Groups of weights whose damage is measured too.
-
-    Raises:
-        UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed; or
-            the method trains and the memory is too small for that.
-        DataError: A token id is beyond the vocabulary.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        SingularHessianError: The inputs of a linear allow no error compensation.
-        StorageError: The system refused to read or write.
-    """
+    """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
     model = CalibrationModel(checkpoint, RunOptions(device=options.device))
     loader = model.loader()
     for data in (kept, held_out):

@@ -72,13 +72,7 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerHessians:
-    """What is stored of one layer, about to be written.
-
-    Attributes:
-        stages: The stages of the layer.
-        tokens: For each stage the number of tokens of each slot.
-        tensors: By the names that `SavedLayer` reads.
-    """
+    """What is stored of one layer, about to be written."""
 
     stages: Sequence[Stage]
     tokens: Sequence[Sequence[int]]
@@ -87,14 +81,7 @@ class LayerHessians:
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """What is stored of one layer, in a file.
-
-    Attributes:
-        path: The file.
-        digest: SHA-256 of its content.
-        stages: The stages of the layer.
-        tokens: For each stage the number of tokens of each slot.
-    """
+    """What is stored of one layer, in a file."""
 
     path: Path
     digest: str
@@ -136,11 +123,7 @@ def fold_sample_name(stage: int, slot: int, held_out: bool) -> str:
 
 
 def write_saved_layer(layer: LayerHessians | SavedLayer, path: Path) -> None:
-    """Write what is stored of a layer in one step.
-
-    Raises:
-        StorageError: The system refused to write.
-    """
+    """Write what is stored of a layer in one step."""
     assert isinstance(layer, LayerHessians)
     stages = [
         {"path": stage.path, "slots": stage.slots, "width": stage.width, "outer": stage.outer, "tokens": list(tokens)}
@@ -163,12 +146,7 @@ def write_saved_layer(layer: LayerHessians | SavedLayer, path: Path) -> None:
 
 
 def read_saved_layer(path: Path) -> SavedLayer:
-    """Return what is stored of a layer, after checking its digest.
-
-    Raises:
-        StatsError: The file is missing, damaged, or of another version.
-        StorageError: The system refused to read.
-    """
+    """Return what is stored of a layer, after checking its digest."""
     try:
         header, _ = read_header(path)
     except FileNotFoundError:
@@ -208,16 +186,7 @@ def _stage(row: Mapping[str, Any]) -> tuple[Stage, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class SavedHessians:
-    """The Hessians of all layers of a model.
-
-    Attributes:
-        folder: Where they are.
-        model: The identity of the model.
-        run: A digest of everything that they depend on.
-        data: Record of the text.
-        tokens: Number of tokens of the text.
-        layers: SHA-256 of the file of each layer.
-    """
+    """The Hessians of all layers of a model."""
 
     folder: Path
     model: ModelIdentity
@@ -227,11 +196,7 @@ class SavedHessians:
     layers: tuple[str, ...]
 
     def save(self) -> None:
-        """Write ``hessians.json``, which makes the folder complete.
-
-        Raises:
-            StorageError: The system refused to write.
-        """
+        """Write ``hessians.json``, which makes the folder complete."""
         content = {key: value for key, value in asdict(self).items() if key != "folder"}
         text = json.dumps(content, sort_keys=True)
         manifest = {"format": _FORMAT, "version": _VERSION, "content": content, "sha256": _sha256(text)}
@@ -240,12 +205,7 @@ class SavedHessians:
 
     @classmethod
     def load(cls, folder: Path) -> SavedHessians:
-        """Return the Hessians in a folder.
-
-        Raises:
-            StatsError: There are none, or they are damaged, incomplete or of another version.
-            StorageError: The system refused to read.
-        """
+        """Return the Hessians in a folder."""
         path = folder / _MANIFEST
         if not path.is_file():
             raise StatsError(
@@ -279,22 +239,14 @@ class SavedHessians:
             (folder / _MANIFEST).unlink(missing_ok=True)
 
     def layer(self, index: int) -> SavedLayer:
-        """Return what is stored of a layer.
-
-        Raises:
-            StatsError: The file is missing, damaged, or of another run or version.
-        """
+        """Return what is stored of a layer."""
         layer = read_saved_layer(layer_path(self.folder, index))
         if layer.digest != self.layers[index]:
             raise StatsError(layer.path, f"not the layer that {_MANIFEST} names; calibrate again")
         return layer
 
     def check_model(self, checkpoint: Checkpoint) -> None:
-        """Raise an error unless these are the Hessians of the model in a checkpoint.
-
-        Raises:
-            StatsError: They are of another model; the message names the differences.
-        """
+        """Raise an error unless these are the Hessians of the model in a checkpoint."""
         differences = self.model.differences(ModelIdentity.of(checkpoint))
         if differences:
             raise StatsError(

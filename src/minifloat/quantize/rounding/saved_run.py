@@ -36,11 +36,7 @@ from minifloat.quantize.rounding.statistics import Rows, Statistics
 
 
 def require_independent(options: RoundingOptions) -> None:
-    """Raise an error if a method takes more than the inputs of the original model.
-
-    Raises:
-        UsageError: Stored Hessians do not suffice.
-    """
+    """Raise an error if a method takes more than the inputs of the original model."""
     name = options.method.name
     if options.method.follows_quantized or options.method.trains:
         raise UsageError(
@@ -66,20 +62,6 @@ def round_saved(
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
 
     The codes are those of `round_checkpoint` with the text that the Hessians come from.
-
-    Args:
-        checkpoint: The original model.
-        plan: What each weight is quantized to.
-        saved: The Hessians.
-        options: Method, folding, device.
-        work_dir: Where finished layers are kept, so that the same call continues after an interruption.
-        progress: Called after each stage of each layer.
-
-    Raises:
-        UsageError: The method needs text, or a layer is larger than the memory allowed.
-        StatsError: The Hessians are of another model, damaged or incomplete.
-        SingularHessianError: The inputs of a linear allow no error compensation.
-        StorageError: The system refused to read or write.
     """
     require_independent(options)
     saved.check_model(checkpoint)

@@ -19,12 +19,7 @@ from minifloat.quantize.rounding.statistics import CHUNK_ROWS, Accumulator, Rows
 
 
 class SlotRows:
-    """Keeps the inputs of each expert in a file.
-
-    Args:
-        file: Its content is overwritten.
-        count: Number of experts.
-    """
+    """Keeps the inputs of each expert in a file."""
 
     def __init__(self, file: TensorFile, count: int) -> None:
         self._file, self._end = file, 0
@@ -32,12 +27,7 @@ class SlotRows:
         self.tokens = [0] * count
 
     def keep(self, rows: Rows, experts: Tensor) -> None:
-        """Keep some rows.
-
-        Args:
-            rows: Inputs, ordered by expert.
-            experts: int64, the expert of each row.
-        """
+        """Keep some rows."""
         names, counts = torch.unique_consecutive(experts, return_counts=True)
         first = 0
         for expert, count in zip(names.tolist(), counts.tolist(), strict=True):
@@ -65,13 +55,7 @@ class SlotRows:
 
 
 def own_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:
-    """Yield each expert with the statistics of the inputs that were routed to it.
-
-    Args:
-        slots: The rows of all experts.
-        width: K; an expert needs as many tokens for a drift.
-        drift: Whether the inputs differ from those of the original model.
-    """
+    """Yield each expert with the statistics of the inputs that were routed to it."""
     for slot, tokens in enumerate(slots.tokens):
         accumulator = Accumulator(width, drift=drift and tokens >= width)
         for rows in slots.read(slot):
@@ -80,26 +64,14 @@ def own_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tupl
 
 
 def slot_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics, dict[str, Any]]]:
-    """Yield each expert with the statistics of its inputs, and facts for the report.
-
-    Args:
-        slots: The rows of all experts.
-        width: K; an expert needs as many tokens for a Hessian of its own.
-        drift: Whether the inputs differ from those of the original model.
-    """
+    """Yield each expert with the statistics of its inputs, and facts for the report."""
     mean = cache(lambda: mean_hessian((own for _, own in own_statistics(slots, width, drift=False)), width))
     for slot, statistics in own_statistics(slots, width, drift=drift):
         yield slot, *filled_up(statistics, width, mean)
 
 
 def filled_up(statistics: Statistics, width: int, mean: Callable[[], Tensor]) -> tuple[Statistics, dict[str, Any]]:
-    """Return the statistics of an expert, filled up with the mean of all experts, and facts for the report.
-
-    Args:
-        statistics: Of the tokens that were routed to the expert.
-        width: K; an expert needs as many tokens for a Hessian of its own.
-        mean: Returns the mean of X'X over the tokens of all experts, float32 ``[K, K]``.
-    """
+    """Return the statistics of an expert, filled up with the mean of all experts, and facts for the report."""
     own_share = min(statistics.tokens / width, 1.0)
     facts: dict[str, Any] = {"tokens": statistics.tokens}
     if own_share < 1.0:

@@ -29,12 +29,7 @@ _SMALLEST_FACTOR = 1e-3
 
 @dataclass(frozen=True)
 class Residual:
-    """Where the residual stream can be read before a linear adds to it.
-
-    Attributes:
-        path: The module whose input it is; empty: it is the layer's own input.
-        factor: The layer adds this factor times the linear's output.
-    """
+    """Where the residual stream can be read before a linear adds to it."""
 
     path: str
     factor: float
@@ -45,10 +40,6 @@ class Stage:
     """Linears that share their input, or the corresponding linears of all experts of a layer.
 
     Attributes:
-        path: The module whose input the stage reads: the first linear, or the experts module.
-        slots: For each input (one, or one per expert) the names of its linears in the checkpoint.
-        width: K.
-        paths: The modules of all linears; empty for experts.
         outer: For experts, whether these are the down projections; None: the stage is no experts module.
         residual: Of a stage of one linear that adds to the residual stream; None for other stages.
     """
@@ -78,16 +69,7 @@ class _Event:
 def find_stages(
     model: nn.Module, prefix: str, layer: nn.Module, sites: Sites, call: LayerCall, hidden: Tensor
 ) -> list[Stage]:
-    """Return the stages of a layer in the order of execution.
-
-    Args:
-        model: The model that the paths of `sites` lead into.
-        prefix: Path of the layer in the model.
-        layer: The layer, with its weights.
-        sites: The linears and experts of the layer.
-        call: The arguments of the layer for one sequence.
-        hidden: The hidden states ``[1, T, H]`` of that sequence.
-    """
+    """Return the stages of a layer in the order of execution."""
     events: list[_Event] = []
     linears = {site.path: site for site in sites.linears}
     experts = {site.path: site for site in sites.experts}

@@ -67,7 +67,6 @@ class Statistics:
         drift: float32 ``[K, K]``, (Xf - X)'X / tokens; None: the inputs are those of the original model.
         output_drift: float32 ``[H, K]``, E'X / tokens, with E of `output_error`, for a linear that adds to the residual
             stream, in place of `drift`; None for other linears.
-        tokens: Number of tokens.
     """
 
     hessian: Tensor
@@ -80,26 +79,13 @@ def output_error(rows: Rows, weight: Tensor, product: Callable[[Tensor, Tensor],
     """Return E ``[T, N]``, what the outputs of a linear lack because its inputs are those of the quantized model.
 
     It is ``(Xf - X) W'``, and a share of the error of the residual stream where the linear adds to that.
-
-    Args:
-        rows: The inputs.
-        weight: W ``[N, K]`` of their dtype.
-        product: Multiplies ``[T, K]`` by W'.
     """
     error = product(rows.reference - rows.inputs, weight)
     return error if rows.residual is None else error.add_(rows.residual.to(error), alpha=RESIDUAL_SHARE)
 
 
 class Accumulator:
-    """Adds up the products that make `Statistics`, in float32.
-
-    Args:
-        width: K.
-        drift: Whether the inputs differ from those of the original model.
-        adding: The weight ``[H, K]`` of the only linear with these inputs, if it adds to the residual stream; the drift
-            of its outputs takes H / K of the memory and of the products that the drift of the inputs takes.
-        device: Where the products are computed; the rows may be elsewhere.
-    """
+    """Adds up the products that make `Statistics`, in float32."""
 
     def __init__(
         self,
@@ -160,12 +146,7 @@ def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
 
 
 class Sample:
-    """Some rows of inputs, kept to measure errors on.
-
-    Args:
-        limit: Largest number of rows.
-        parts: Number of calls of `add` to spread them over.
-    """
+    """Some rows of inputs, kept to measure errors on."""
 
     def __init__(self, limit: int, parts: int) -> None:
         self._per_part = max(limit // max(parts, 1), 1)

@@ -20,11 +20,7 @@ class _Place:
 
 
 class StoredReadings:
-    """Keeps the readings of each sequence in a file. The indices of experts stay in memory.
-
-    Args:
-        file: Its content is overwritten.
-    """
+    """Keeps the readings of each sequence in a file. The indices of experts stay in memory."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file, self._end = file, 0

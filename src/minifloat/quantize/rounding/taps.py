@@ -51,11 +51,6 @@ class _Reached(Exception):
 class LayerTaps:
     """Runs one layer, and reads the inputs of its stages.
 
-    Args:
-        model: The model that the paths of `stages` lead into.
-        layer: The layer, with its weights.
-        stages: The stages of the layer.
-
     Attributes:
         quantize_expert: Rounds the inputs of experts in the quantized model; None: they are not rounded.
     """
@@ -131,9 +126,6 @@ def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> 
 
     A token may go to other experts in the quantized model. Where the original model did not send a token to an expert,
     the row counts as without drift.
-
-    Raises:
-        NonFiniteError: An input holds NaN or Inf.
     """
     inputs, reference = quantized.inputs, original.inputs
     if stage.outer is False:

@@ -1,10 +1,10 @@
 """The walk that rounds a model layer by layer with calibration text, with one layer in memory at a time.
 
 Each layer runs over all sequences in two streams of hidden states: through the original layers, and through the layers
-as they are quantized so far. For each stage of a layer (`minifloat.quantize.rounding.stages`) the walk collects the inputs of
-both streams, chooses the codes of the weights that read them, and puts the quantized weights into the layer before the
-next stage runs. A third stream, of the held-out sequences alone, goes through layers that are rounded to nearest: at
-the end the report says what the method gains.
+as they are quantized so far. For each stage of a layer (`minifloat.quantize.rounding.stages`) the walk collects the
+inputs of both streams, chooses the codes of the weights that read them, and puts the quantized weights into the layer
+before the next stage runs. A third stream, of the held-out sequences alone, goes through layers that are rounded to
+nearest: at the end the report says what the method gains.
 
 Hidden states are on disk. A finished layer is a file of codes, so that a killed run continues after it with the same
 bits.
@@ -49,13 +49,7 @@ from minifloat.quantize.rounding.taps import LayerTaps, Reading, pair
 
 @dataclass
 class _Streams:
-    """Where the hidden states of each sequence are in their file, by stream.
-
-    Attributes:
-        original: Of every sequence.
-        quantized: Of the sequences that the method or the final comparison needs.
-        nearest: Of held-out sequences.
-    """
+    """Where the hidden states of each sequence are in their file, by stream."""
 
     original: dict[int, StoredTensor] = field(default_factory=dict)
     quantized: dict[int, StoredTensor] = field(default_factory=dict)
@@ -63,18 +57,7 @@ class _Streams:
 
 
 class RoundingWalk:
-    """One run over all layers.
-
-    Args:
-        stack: The layers of the model.
-        plan: What each weight is quantized to.
-        kept: The sequences that statistics come from.
-        held_out: Sequences that errors are measured on.
-        options: Method, folding, device.
-        config: Content of config.json.
-        progress: Called after each sequence of each pass over a layer.
-        groups: Groups of weights whose damage is measured too.
-    """
+    """One run over all layers."""
 
     def __init__(
         self,
@@ -104,14 +87,7 @@ class RoundingWalk:
         return self.options.method.follows_quantized or self.options.kv_cache or number >= self.first_held_out
 
     def run(self, folder: WorkFolder[LayerFile | LayerResult]) -> list[LayerFile]:
-        """Round all layers that the folder does not have yet, and return the files of all, and of the comparison.
-
-        Raises:
-            LayersNotSeparableError: The model's layers cannot be run one at a time.
-            NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-            SingularHessianError: The inputs of a linear allow no error compensation.
-            StorageError: The system refused to read or write.
-        """
+        """Round all layers that the folder does not have yet, and return the files of all, and of the comparison."""
         if len(folder.finished) <= len(self.stack):
             with TensorFile(folder.arguments) as file:
                 pool = ArgumentPool(file, self.stack.device)

@@ -30,14 +30,7 @@ RESERVED_DESCRIPTORS = 96
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket. It stands in for `asyncio.Server`.
-
-    Args:
-        listening: A bound socket.
-        protocol: Makes the protocol of a connection.
-        make_room: Closes up to so many connections that can be spared, and returns their number. Called when no
-            descriptor is left.
-    """
+    """Accepts the connections of a listening socket. It stands in for `asyncio.Server`."""
 
     def __init__(
         self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol], make_room: Callable[[int], int]
@@ -95,11 +88,7 @@ class Acceptor:
 
 
 def fitting_connections(wanted: int) -> int:
-    """Raise the soft limit on open files as far as `wanted` connections need, and return how many then fit.
-
-    Returns:
-        At least 1, at most `wanted`.
-    """
+    """Raise the soft limit on open files as far as `wanted` connections need, and return how many then fit."""
     if sys.platform == "win32":
         return wanted
     import resource

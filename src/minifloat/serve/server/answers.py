@@ -32,12 +32,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, choices: Sequence[EngineUsage], per_prompt: int) -> Usage:
-        """Return the sum over choices.
-
-        Args:
-            choices: Usage of each choice, the choices of one prompt in a row.
-            per_prompt: Choices per prompt. Their prompt counts once.
-        """
+        """Return the sum over choices."""
         prompts = choices[::per_prompt]
         completion_tokens = sum(choice.completion_tokens for choice in choices)
         prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
@@ -230,11 +225,6 @@ def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int, *, as_ids
 
     Several tokens may have the same text, such as parts of one character. `top_logprobs` then holds the most probable
     of them, so that a token is the most probable one exactly if no entry of `top_logprobs` exceeds its own.
-
-    Args:
-        logprobs: The tokens.
-        offset: Character of the text at which the first token begins.
-        as_ids: Write tokens as `token_id` does, so that different tokens never have the same name.
     """
 
     def name(token: TokenLogprob) -> str:

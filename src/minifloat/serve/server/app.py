@@ -37,10 +37,6 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
 
     The application starts the engine when it starts. When it ends, it closes the engine without waiting for running
     requests; to let them finish, close the engine first, as `serve` does.
-
-    Args:
-        engine: Engine that has not been started.
-        settings: Name, keys and limits of the server.
     """
     service = Service(engine, settings)
     engine.engine.observer = service.metrics
@@ -106,13 +102,7 @@ async def _answer_unexpected_error(request: Request, error: Exception) -> JSONRe
 
 
 def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socket) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then finish the admitted requests.
-
-    Args:
-        engine: Engine that has not been started.
-        settings: Name, keys and limits of the server.
-        listening: Socket from `connection.listen`.
-    """
+    """Serve until SIGTERM, SIGINT or SIGHUP, then finish the admitted requests."""
     settings = replace(settings, max_connections=fitting_connections(settings.max_connections))
     server = Server(create_app(engine, settings), engine, settings)
     _LOG.info("serving %s on %s", settings.model_name, address(listening))

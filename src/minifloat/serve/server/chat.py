@@ -1,8 +1,9 @@
 """Turns messages into a prompt with the model's chat template.
 
 A template is a program that comes with a checkpoint. It runs in a sandbox (no attributes with underscores, nothing
-mutable) in a process of its own, which has limits of memory and processor time (`minifloat.model.runtime.templates`). Control
-tokens in the text of a message are tokenized as plain characters, so that a message cannot pretend to be another role.
+mutable) in a process of its own, which has limits of memory and processor time (`minifloat.model.runtime.templates`).
+Control tokens in the text of a message are tokenized as plain characters, so that a message cannot pretend to be
+another role.
 """
 
 from __future__ import annotations
@@ -18,14 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """Turns messages into tokens.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        template: Jinja source; None: the tokenizer's own template.
-        seconds: Limit on the processor time of one rendering.
-        max_characters: Limit on the length of the rendered prompt.
-    """
+    """Turns messages into tokens."""
 
     def __init__(self, tokenizer: TextTokenizer, template: str | None, seconds: float, max_characters: int) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -39,15 +33,7 @@ class ChatTemplate:
         return bool(self._template or self._tokenizer.chat_template)
 
     def encode(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, bool | str]) -> list[int]:
-        """Return the tokens of a conversation up to the beginning of the assistant's answer.
-
-        Args:
-            messages: ``role`` and ``content`` of each message.
-            options: Variables for the template.
-
-        Raises:
-            UsageError: If there is no template, or it refuses the messages, takes too long or writes too much.
-        """
+        """Return the tokens of a conversation up to the beginning of the assistant's answer."""
         if not self.exists:
             raise UsageError(
                 "messages: this model has no chat template; use /v1/completions, or start the server with "

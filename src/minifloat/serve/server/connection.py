@@ -35,13 +35,7 @@ _POLL_SECONDS = 0.05
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes the admitted requests; a second signal ends it at once.
-
-    Args:
-        app: The application to serve.
-        engine: The engine to drain at the end.
-        settings: Address and limits.
-    """
+    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes the admitted requests; a second signal ends it at once."""
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine, settings: ServerSettings) -> None:
         self._limit = ConnectionLimit(settings)
@@ -118,11 +112,7 @@ class Server(uvicorn.Server):
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Return a bound socket. Call it before loading a model, so that an address in use is an error at once.
-
-    Raises:
-        UsageError: If the address cannot be bound.
-    """
+    """Return a bound socket. Call it before loading a model, so that an address in use is an error at once."""
     return bind(settings.host, settings.port)
 
 

@@ -56,13 +56,6 @@ class APIError(HTTPException):
     """An error answer.
 
     It is an `HTTPException` because FastAPI passes on no other exception that is raised while it reads a body.
-
-    Args:
-        status: HTTP status.
-        message: Text for a human: what was expected, what was found, the cure.
-        param: Field of the request that is at fault.
-        code: Short name of the error for programs.
-        headers: Headers to add to the response.
     """
 
     def __init__(

@@ -23,14 +23,7 @@ class Disconnected(Exception):
 
 
 class Generation:
-    """The choices of one answer.
-
-    Args:
-        streams: Stream of each choice, in the order of the choices.
-
-    Attributes:
-        held: Gives back what the answer holds of the server, once it is written; called by `cancel`.
-    """
+    """The choices of one answer."""
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self._streams = streams
@@ -38,13 +31,7 @@ class Generation:
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Generation:
-        """Submit several requests, of which the engine admits all or none.
-
-        Raises:
-            QueueFull: If there is no room for one of them.
-            EngineStopped: If the engine admits no more requests.
-            UsageError: If one of them can never run.
-        """
+        """Submit several requests, of which the engine admits all or none."""
         # Submit concurrently: the engine admits all requests that have come between two steps.
         results = await asyncio.gather(*(engine.submit(request) for request in requests), return_exceptions=True)
         failed = [result for result in results if isinstance(result, BaseException)]
@@ -66,11 +53,7 @@ class Generation:
             stream.cancel()
 
     async def deliveries(self) -> AsyncGenerator[tuple[int, Delivery], None]:
-        """Yield the deliveries of all choices as they come, each with the index of its choice.
-
-        Raises:
-            APIError: If the engine could not finish one of them.
-        """
+        """Yield the deliveries of all choices as they come, each with the index of its choice."""
         try:
             if len(self._streams) == 1:
                 async for delivery in self._streams[0]:
@@ -122,15 +105,7 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`, or cancel it if the client disconnects.
-
-    Args:
-        receive: `receive` of the ASGI request, whose body has been read.
-        work: The work that the client waits for.
-
-    Raises:
-        Disconnected: If the client disconnects first.
-    """
+    """Return the result of `work`, or cancel it if the client disconnects."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

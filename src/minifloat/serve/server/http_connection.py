@@ -51,16 +51,7 @@ class _Wait(enum.Enum):
 
 
 class ConnectionLimit:
-    """The limit on the connections of a server.
-
-    Args:
-        settings: The limit and the timeouts.
-
-    Attributes:
-        settings: As given.
-        open: Number of connections.
-        waiting: Connections that wait for their client, and owe it nothing; the oldest first.
-    """
+    """The limit on the connections of a server."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -265,11 +256,7 @@ class _StagedTransport:
 
 
 class _HealthOnly:
-    """Answers `/health`, and all else with 503, and ends the connection.
-
-    Args:
-        app: Answers `/health`.
-    """
+    """Answers `/health`, and all else with 503, and ends the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

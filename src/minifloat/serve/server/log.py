@@ -29,11 +29,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class RepeatFilter(logging.Filter):
-    """Drops warnings and errors that repeat themselves, and says how many were dropped when one is written again.
-
-    Args:
-        clock: Returns seconds.
-    """
+    """Drops warnings and errors that repeat themselves, and says how many were dropped when one is written again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -63,13 +59,6 @@ class DroppingHandler(logging.Handler):
 
     It takes no part in `logging.shutdown`'s locks while it writes, so a full pipe does not stop the process from ending
     either.
-
-    Args:
-        descriptor: Where to write.
-        lines: Number of lines that may wait.
-
-    Attributes:
-        dropped: Number of lines that were dropped so far.
     """
 
     def __init__(self, descriptor: int, lines: int = _QUEUE_LINES) -> None:
@@ -119,11 +108,7 @@ class DroppingHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to_stderr(*, quiet: bool) -> Iterator[None]:
-    """Within the context, log to stderr as a server does, unless the program has configured logging itself.
-
-    Args:
-        quiet: Whether to log warnings only.
-    """
+    """Within the context, log to stderr as a server does, unless the program has configured logging itself."""
     logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
     root = logging.getLogger()
     if root.handlers:

@@ -34,11 +34,7 @@ _KEPT_ERRORS, _FIRST_ERROR = 5, 400
 
 
 class Metrics:
-    """The metrics of a server; an `EngineListener` of the engine.
-
-    Args:
-        engine: Engine whose running and waiting requests are reported.
-    """
+    """The metrics of a server; an `EngineListener` of the engine."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -227,11 +223,7 @@ class Metrics:
 
 
 class _Second:
-    """Numbers of tokens in one second, and the longest queue.
-
-    Args:
-        at: The second, of the monotonic clock.
-    """
+    """Numbers of tokens in one second, and the longest queue."""
 
     def __init__(self, at: int) -> None:
         self.at, self.generated, self.prompt = at, 0, 0

@@ -38,12 +38,7 @@ _CLOSE = {"connection": "close"}
 
 
 class RequestLog:
-    """Gives each request an id, logs one line about it and counts it. Prompts and answers are never logged.
-
-    Args:
-        app: The next application.
-        metrics: Counts the request.
-    """
+    """Gives each request an id, logs one line about it and counts it. Prompts and answers are never logged."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -81,12 +76,7 @@ def _printable(path: str) -> str:
 
 
 class Guard:
-    """Refuses requests that must not reach a route.
-
-    Args:
-        app: The next application.
-        settings: Hosts, keys and limits.
-    """
+    """Refuses requests that must not reach a route."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -170,12 +160,7 @@ def _too_large(settings: ServerSettings) -> APIError:
 
 
 class _Body:
-    """Reads a body within limits of size and time.
-
-    Args:
-        receive: `receive` of the connection.
-        settings: The limits.
-    """
+    """Reads a body within limits of size and time."""
 
     def __init__(self, receive: Receive, settings: ServerSettings) -> None:
         self._receive, self._settings = receive, settings
@@ -183,11 +168,7 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + settings.read_timeout
 
     async def receive(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            APIError: If the body is too large or did not arrive in time.
-        """
+        """Return the next message."""
         if self._is_complete:
             return await self._receive()
         try:

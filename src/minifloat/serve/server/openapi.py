@@ -38,23 +38,13 @@ def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
 
 
 def answers(model: type[BaseModel], *, with_body: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route that returns JSON.
-
-    Args:
-        model: Body of a success.
-        with_body: Whether the request has a body, which adds error statuses.
-    """
+    """Return the answers of a route that returns JSON."""
     success: dict[int | str, dict[str, Any]] = {200: {"model": model}}
     return success | failures(*(_WITH_BODY if with_body else _GUARDED))
 
 
 def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route that generates text.
-
-    Args:
-        model: Body of a whole answer.
-        chunk: Body of each event of a streamed answer.
-    """
+    """Return the answers of a route that generates text."""
     events = {"example": f"data: ({chunk.__name__} as JSON)\n\ndata: [DONE]\n\n"}
     success: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": {"text/event-stream": events}}}
     return success | failures(*_WITH_BODY, 503, 504)

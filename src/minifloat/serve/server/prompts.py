@@ -26,14 +26,7 @@ _SHORT = 10_000
 
 
 class Prompts:
-    """Encodes and decodes prompts.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        template: Chat template of the model.
-        max_characters: Length of the longest text that is tokenized.
-        vocab_size: Number of token ids.
-    """
+    """Encodes and decodes prompts."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, max_characters: int, vocab_size: int) -> None:
         self.template = template
@@ -60,11 +53,7 @@ class Prompts:
     async def encode(
         self, prompt: str | list[int], *, add_special_tokens: bool = True, may_be_empty: bool = False
     ) -> tuple[int, ...]:
-        """Return the tokens of a text. Token ids are returned as they are.
-
-        Raises:
-            UsageError: If the prompt is empty or too long, or has ids outside of the vocabulary.
-        """
+        """Return the tokens of a text. Token ids are returned as they are."""
         if not isinstance(prompt, str):
             if max(prompt) >= self._vocab_size:
                 raise UsageError(f"prompt: token id {max(prompt)}; the model has {self._vocab_size} tokens")
@@ -86,11 +75,7 @@ class Prompts:
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
     async def encode_chat(self, messages: Sequence[Message], options: dict[str, bool | str]) -> tuple[int, ...]:
-        """Return the tokens of a conversation.
-
-        Raises:
-            UsageError: If the messages are too long, or the chat template refuses them.
-        """
+        """Return the tokens of a conversation."""
         size = sum(len(text) for message in messages for text in message.for_template().values())
         if size > self._max_characters:
             raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")
@@ -101,11 +86,7 @@ class Prompts:
         return tuple(tokens)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included.
-
-        Raises:
-            UsageError: If an id is outside of the vocabulary.
-        """
+        """Return the text of tokens, special tokens included."""
         if tokens and max(tokens) >= self._vocab_size:
             raise UsageError(f"tokens: token id {max(tokens)}; the model has {self._vocab_size} tokens")
         return str(await self._run(self._thread_for(len(tokens)), self._tokenizer.decode, list(tokens)))

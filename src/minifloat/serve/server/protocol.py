@@ -87,11 +87,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _is_unicode(value: Any) -> Any:
-    """Refuse a text, or a list of texts or parts, with half of a surrogate pair. Accept all other values.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuse a text, or a list of texts or parts, with half of a surrogate pair. Accept all other values."""
     for item in value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]:
         text = item.text if isinstance(item, TextPart) else item
         if isinstance(text, str) and not text.isascii() and _SURROGATE.search(text):
@@ -240,11 +236,7 @@ class SamplingRequest(_Strict):
 
 
 def raise_unsupported(name: str) -> None:
-    """Refuse a field of OpenAI's API that this server does not support.
-
-    Raises:
-        FieldError: Always.
-    """
+    """Refuse a field of OpenAI's API that this server does not support."""
     raise FieldError(name, _UNSUPPORTED[name])
 
 
@@ -402,11 +394,7 @@ class DetokenizeRequest(_Strict):
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse a schema that is too large or too deep to be compiled into a grammar, or is not Unicode.
-
-    Raises:
-        ValueError: If it is.
-    """
+    """Refuse a schema that is too large or too deep to be compiled into a grammar, or is not Unicode."""
     nodes, level = 0, [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         nodes += len(level)

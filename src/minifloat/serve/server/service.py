@@ -54,22 +54,13 @@ class BoundedRoute(APIRoute):
 
 
 async def require_json(caller: HTTPRequest) -> None:
-    """Refuse a body that is not declared as JSON, since a form of a foreign web page can send all other kinds.
-
-    Raises:
-        APIError: 415, if the content type is not JSON.
-    """
+    """Refuse a body that is not declared as JSON, since a form of a foreign web page can send all other kinds."""
     if caller.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise APIError(415, "expected Content-Type: application/json")
 
 
 class Service:
-    """A served model.
-
-    Args:
-        engine: Engine of the model.
-        settings: Name, keys and limits of the server.
-    """
+    """A served model."""
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.info = engine, settings, engine.engine.info
@@ -82,11 +73,7 @@ class Service:
         self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            APIError: 404, if the name is not that of the served model.
-        """
+        """Refuse a request for another model."""
         if name is not None and name != self.settings.model_name:
             raise APIError(
                 404,
@@ -104,23 +91,7 @@ class Service:
         *,
         prompt_logprobs: int | None = None,
     ) -> tuple[str, Generation]:
-        """Submit a request to the engine.
-
-        Args:
-            prompts: Tokens of each prompt.
-            request: Sampling parameters, and the number of answers to each prompt.
-            logprobs: Number of alternatives to report for each token; None: no log-probabilities.
-            caller: The HTTP request.
-            prompt_logprobs: The same for each token of the prompts.
-
-        Returns:
-            A new id, and the generation: `request.n` answers to the first prompt, then to the second, and so on.
-
-        Raises:
-            MinifloatError: If the engine refuses the request.
-            QueueFull: If there is no room for the answers, or for the log-probabilities of the prompts.
-            APIError: If the request has more answers, or more log-probabilities of prompts, than the limits.
-        """
+        """Submit a request to the engine."""
         max_answers = self.engine.max_queue + self.info.max_num_seqs
         if len(prompts) * request.n > max_answers:
             raise invalid(
@@ -152,14 +123,7 @@ class Service:
         return name, generation
 
     def _hold(self, count: int) -> None:
-        """Count log-probabilities of prompts, which take about 200 bytes each until their answer is written.
-
-        Args:
-            count: Number of log-probabilities of a request that begins, or the negative number of one that ends.
-
-        Raises:
-            QueueFull: If all requests together would hold more than `MAX_PROMPT_LOGPROBS`.
-        """
+        """Count log-probabilities of prompts, which take about 200 bytes each until their answer is written."""
         if count > 0 and self._held_logprobs + count > MAX_PROMPT_LOGPROBS:
             raise QueueFull(
                 f"logprobs: other requests hold {self._held_logprobs} numbers for the tokens of their prompts, at most "
@@ -203,11 +167,7 @@ class Service:
 
 
 def _require_room(prompt: tuple[int, ...], request: SamplingRequest, context: int) -> None:
-    """Refuse an answer that was asked for longer than the context, which would end without a word.
-
-    Raises:
-        ContextLengthError: If `max_tokens` is in the request, and so many tokens do not fit after the prompt.
-    """
+    """Refuse an answer that was asked for longer than the context, which would end without a word."""
     asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
     room = context - len(prompt)
     if asked is not None and asked > room:

@@ -92,12 +92,7 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozens
 
 
 def collect_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> tuple[str, ...]:
-    """Return `keys` and the keys in `file`, one per line.
-
-    Raises:
-        UsageError: If a key is too short, or is not printable ASCII without spaces.
-        StorageError: If the file cannot be read.
-    """
+    """Return `keys` and the keys in `file`, one per line."""
     collected = list(keys)
     if file is not None:
         try:
@@ -117,11 +112,7 @@ def collect_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> tupl
 
 
 def read_template(file: Path) -> str:
-    """Read a chat template from a file.
-
-    Raises:
-        StorageError: If the file cannot be read.
-    """
+    """Read a chat template from a file."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

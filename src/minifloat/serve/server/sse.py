@@ -27,13 +27,7 @@ _LAST_EVENT_SECONDS = 5.0
 
 
 class EventStream(Response):
-    """A response of events.
-
-    Args:
-        events: Bodies of the events.
-        generation: Source of the events, which is cancelled when the response ends for any reason.
-        seconds: Time limit of the whole response.
-    """
+    """A response of events."""
 
     media_type = "text/event-stream"
 

@@ -81,13 +81,7 @@ class Writer(Protocol):
 
 
 class _CommonFields:
-    """The fields that every body begins with.
-
-    Args:
-        name: Id of the answer.
-        model: Name of the model.
-        with_usage: Whether chunks have the field `usage`, which is null in all but the last.
-    """
+    """The fields that every body begins with."""
 
     def __init__(self, name: str, model: str, *, with_usage: bool) -> None:
         self.of_answer: dict[str, Any] = {
@@ -101,13 +95,7 @@ class _CommonFields:
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt that the text of a choice begins with (``echo``). Empty if no echo is requested.
-
-    Attributes:
-        text: The prompt.
-        first_token: Text of its first token.
-        first_id: Id of this token.
-    """
+    """A prompt that the text of a choice begins with (``echo``). Empty if no echo is requested."""
 
     text: str = ""
     first_token: str = ""
@@ -115,16 +103,7 @@ class EchoedPrompt:
 
 
 class TextWriter:
-    """Writes answers of ``/v1/completions``.
-
-    Args:
-        name: Id of the answer.
-        model: Name of the model.
-        prompts: Prompt to echo for each choice.
-        logprobs: Whether the answer has log-probabilities.
-        with_usage: Whether chunks have the field `usage`.
-        as_ids: Whether log-probabilities name tokens by their ids.
-    """
+    """Writes answers of ``/v1/completions``."""
 
     def __init__(
         self,
@@ -214,15 +193,7 @@ def prompt_logprobs(
 
 
 class ChatWriter:
-    """Writes answers of ``/v1/chat/completions``.
-
-    Args:
-        name: Id of the answer.
-        model: Name of the model.
-        choices: Number of choices.
-        logprobs: Whether the answer has log-probabilities.
-        with_usage: Whether chunks have the field `usage`.
-    """
+    """Writes answers of ``/v1/chat/completions``."""
 
     def __init__(self, name: str, model: str, choices: int, *, logprobs: bool, with_usage: bool) -> None:
         self._fields = _CommonFields(name, model, with_usage=with_usage)

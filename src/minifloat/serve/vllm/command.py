@@ -18,12 +18,7 @@ _KEY_VARIABLE = "VLLM_API_KEY"
 
 @dataclass(frozen=True)
 class Command:
-    """The command of a process.
-
-    Attributes:
-        argv: Program and arguments.
-        secrets: Environment variables to add, whose values are never shown.
-    """
+    """The command of a process."""
 
     argv: tuple[str, ...]
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)

@@ -41,17 +41,7 @@ _LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def serve_with_vllm(options: VllmOptions) -> int:
-    """Serve a checkpoint with vLLM until SIGTERM or SIGINT, or until vLLM ends.
-
-    Returns:
-        vLLM's exit status, or 128 plus the signal's number if it was killed; 1 if it did not answer in time, or was
-        stopped because quantized weights would have run unquantized.
-
-    Raises:
-        UsageError: If vLLM is not found, would not load the checkpoint, or the address cannot be bound.
-        CheckpointError: If the checkpoint is invalid.
-        HubError: If the hub has no such model, refuses it, or cannot be reached.
-    """
+    """Serve a checkpoint with vLLM until SIGTERM or SIGINT, or until vLLM ends."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if options.quiet else logging.INFO)
     weights = _prepare(options)
@@ -61,12 +51,7 @@ def serve_with_vllm(options: VllmOptions) -> int:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Whether weights of the checkpoint are quantized.
-
-    Attributes:
-        quantized: Whether any weight is quantized.
-        experts: Whether there are experts and all of them are quantized.
-    """
+    """Whether weights of the checkpoint are quantized."""
 
     quantized: bool
     experts: bool = False

@@ -28,13 +28,7 @@ class Evidence(enum.Enum):
 
 @dataclass(frozen=True)
 class Sign:
-    """A kind of line that states a fact about the weights.
-
-    Attributes:
-        evidence: The fact.
-        pattern: Expression to search for in a line; its first group is the kernel.
-        source: Place in vLLM's source that writes the line.
-    """
+    """A kind of line that states a fact about the weights."""
 
     evidence: Evidence
     pattern: re.Pattern[str]
@@ -103,15 +97,7 @@ _ERROR = re.compile(r"(?:^|\s)(\w+(?:\.\w+)*(?:Error|Exception|Interrupt)): \S")
 
 
 class Log:
-    """The output of a child, fed in chunks.
-
-    Attributes:
-        last: The last lines.
-        error: The first line that names an exception, with the lines after it. With several processes, the last lines
-            rarely hold the cause.
-        kernels: Kernels by evidence, each with its line of the log.
-        num_found: Number of entries in `kernels`.
-    """
+    """The output of a child, fed in chunks."""
 
     def __init__(self) -> None:
         self.last: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -152,10 +138,6 @@ class Log:
             self.num_found += 1
 
     def unquantized(self, *, experts: bool) -> str | None:
-        """Return a line which says that weights run unquantized, or None.
-
-        Args:
-            experts: Whether a line about experts counts too.
-        """
+        """Return a line which says that weights run unquantized, or None."""
         kinds = (Evidence.UNQUANTIZED, Evidence.UNQUANTIZED_EXPERTS) if experts else (Evidence.UNQUANTIZED,)
         return next((line for evidence in kinds for line in self.kernels[evidence].values()), None)

@@ -58,24 +58,12 @@ class VllmOptions:
     """Options of a vLLM server.
 
     Attributes:
-        model: Checkpoint: a folder, or a model of the hub, which vLLM fetches itself.
-        revision: Branch, tag or commit of a model of the hub.
-        host: Address that vLLM listens on.
-        port: TCP port of vLLM.
         served_model_name: Name of the model in requests; None: the folder's name, or the hub id.
         api_key: API key of vLLM, passed in its environment; None: no key is needed.
         vllm_bin: Path of the command `vllm`, or its name on PATH; None: vLLM in the environment of this process, or
             else `vllm` on PATH.
-        vllm_python: Python of vLLM's environment, instead of the command.
-        tensor_parallel_size: Number of devices that share every matrix.
-        pipeline_parallel_size: Number of groups of devices that share the layers.
         hardware: Name in `minifloat.deploy.check.ENGINE_HARDWARE`; None: detected.
         settings: Options of vLLM with their values; the value of a flag is None.
-        arguments: More arguments of vLLM, passed on unchanged.
-        startup_timeout: Seconds until vLLM must answer.
-        shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
-        allow_unquantized: Whether to serve even if vLLM's log says that quantized weights run unquantized.
-        quiet: Whether to log warnings only, without vLLM's log.
     """
 
     model: str
@@ -144,19 +132,7 @@ class VllmOptions:
 def vllm_options(
     model: str, options: Mapping[str, Any], stated: Collection[str], keys: tuple[str, ...], arguments: tuple[str, ...]
 ) -> VllmOptions:
-    """Translate the options of `minifloat serve`.
-
-    Args:
-        model: Checkpoint: a folder or a model of the hub.
-        options: Values of the options by name.
-        stated: Names of the options that the user gave. Defaults of the others are those of minifloat's engine, and are
-            not passed to vLLM.
-        keys: API keys.
-        arguments: Arguments after ``--``.
-
-    Raises:
-        UsageError: If vLLM has no counterpart of a stated option, or options contradict each other.
-    """
+    """Translate the options of `minifloat serve`."""
     foreign = [name for name in options if name in stated and name not in {*_TRANSLATED, *_OWN_OPTIONS, *ONLY_VLLM}]
     if foreign:
         raise UsageError(

@@ -53,11 +53,7 @@ class Installed(NamedTuple):
 
 
 def find_vllm(options: VllmOptions) -> Installed:
-    """Return the version of the vLLM that the options name, and whether our plugin is in its environment.
-
-    Raises:
-        UsageError: If it is not found; the message says how to install vLLM.
-    """
+    """Return the version of the vLLM that the options name, and whether our plugin is in its environment."""
     program = options.python or options.vllm_bin or "vllm"
     argv = [program, "-c", _PRINT_VERSION] if options.python else [program, "--version"]
     try:
@@ -98,20 +94,7 @@ def find_hardware(version: str) -> str | None:
 
 
 def require_loadable(options: VllmOptions, hardware: str | None, plugin: str | None = None) -> CheckReport | None:
-    """Run `check` and log its notes and the expected kernels.
-
-    Args:
-        options: The options of the server.
-        hardware: A name in `ENGINE_HARDWARE`; None: it is not known.
-        plugin: The plugin that vLLM loads; it computes on CPUs only.
-
-    Returns:
-        The report; None on unknown hardware.
-
-    Raises:
-        UsageError: If vLLM would refuse the checkpoint or compute wrong answers; the message names rule and cure.
-        CheckpointError: If the folder is not a checkpoint.
-    """
+    """Run `check` and log its notes and the expected kernels."""
     if hardware is None:
         known = ", ".join(ENGINE_HARDWARE)
         _LOG.warning("not checked whether vLLM loads this: unknown hardware; --hardware is one of %s", known)

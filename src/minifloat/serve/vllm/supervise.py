@@ -30,17 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """A running command.
-
-    Args:
-        command: Command to run.
-        log: Log that its output is fed to.
-        show: File that its output is copied to; None: its output is not shown.
-        changed: Callback, called from other threads when the log has new evidence and when the child has ended.
-
-    Raises:
-        UsageError: If the child cannot be started.
-    """
+    """A running command."""
 
     def __init__(self, command: Command, log: Log, show: BinaryIO | None, changed: Callable[[], None]) -> None:
         self.log = log

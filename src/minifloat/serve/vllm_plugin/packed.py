@@ -30,16 +30,7 @@ _REPLACED = ("weight", "weight_scale", "weight_scale_inv", "weight_global_scale"
 
 
 def fp8(codes: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> QuantizedTensor:
-    """Return an FP8 weight of a layer.
-
-    Args:
-        codes: float8_e4m3fn ``[N, K]``.
-        scale: float32, one or ``[N]`` or ``[N, 1]``; for blocks ``[ceil(N / rows), ceil(K / cols)]``, also as E8M0.
-        block: Rows and columns of a block; None for one scale per row or tensor.
-
-    Raises:
-        ShapeError: If the number of scales fits neither the rows nor the tensor.
-    """
+    """Return an FP8 weight of a layer."""
     shape = (codes.shape[0], codes.shape[1])
     if block is not None:
         granularity = Granularity(f"block {block[0]}x{block[1]}", *block)
@@ -65,13 +56,7 @@ def mxfp4(codes: Tensor, scale: Tensor) -> QuantizedTensor:
 
 
 def nvfp4(codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> QuantizedTensor:
-    """Return an NVFP4 weight.
-
-    Args:
-        codes: uint8 ``[N, K / 2]``.
-        scale: float8_e4m3fn ``[N, K / 16]``.
-        tensor_scale: float32, one element, which multiplies.
-    """
+    """Return an NVFP4 weight."""
     shape = (codes.shape[0], 2 * codes.shape[1])
     return QuantizedTensor(NVFP4, shape, codes, scale.view(torch.uint8), tensor_scale.reshape(()), global_divides=False)
 
@@ -92,13 +77,7 @@ def is_held(layer: Any) -> bool:
 
 
 def hold(layer: Any, weight: QuantizedTensor | Tensor, *, keep: bool = False) -> None:
-    """Pack a weight and put it into a layer, in the place of the parameters that the checkpoint has filled.
-
-    Args:
-        layer: One of vLLM's layers.
-        weight: Its weight; a bfloat16 matrix ``[N, K]`` if it is not quantized.
-        keep: Whether the layer keeps these parameters too, as it does if vLLM reads them elsewhere.
-    """
+    """Pack a weight and put it into a layer, in the place of the parameters that the checkpoint has filled."""
     packed = pack(weight)
     if not keep and not is_read_elsewhere(layer):
         for name in _REPLACED:

@@ -53,11 +53,7 @@ def register_kernels() -> None:
 
 
 def why_not(version: str) -> str:
-    """Return why nothing is registered; empty if it is.
-
-    Args:
-        version: Version of vLLM.
-    """
+    """Return why nothing is registered; empty if it is."""
     if not vllm_plugin.is_tested(version):
         tested = ", ".join(vllm_plugin.TESTED_VERSIONS)
         return f"vLLM {version} was not tested with them, only {tested}; install one of these, or another minifloat"

@@ -24,17 +24,7 @@ def _refused(
     cure: str = _KEEP,
     note: str = "",
 ) -> LoadingRule:
-    """Return the rule of linears without which the model does not load.
-
-    Args:
-        name: Name of the rule.
-        hardware: Hardware of the rule.
-        condition: Finds the linears.
-        what: The linears in words; plural.
-        source: File of the engine.
-        cure: Advice to the user.
-        note: What follows the problem, in parentheses.
-    """
+    """Return the rule of linears without which the model does not load."""
     problem = f"{what} are built without quantization, so that their codes and scales have no place{note}"
     return LoadingRule(
         name=name,

@@ -8,12 +8,7 @@ from minifloat.checkpoint.progress import Progress
 
 
 class TimeBudget:
-    """A time budget that starts when it is created.
-
-    Args:
-        seconds: The time in seconds.
-        progress: Called with milliseconds spent, milliseconds in total, and the current activity.
-    """
+    """A time budget that starts when it is created."""
 
     def __init__(self, seconds: float, progress: Progress | None = None) -> None:
         self._seconds, self._progress = seconds, progress

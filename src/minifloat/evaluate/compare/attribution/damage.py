@@ -32,11 +32,7 @@ _SMALLEST_GROWTH = 1.5
 
 
 class Expectation:
-    """Expected damage of modules, from the noise of their output and the damage of measured modules of the same role.
-
-    Args:
-        sqnr: SQNR of every differing module in dB.
-    """
+    """Expected damage of modules, from the noise of their output and the damage of measured modules of the same role."""
 
     def __init__(self, sqnr: Mapping[Difference, float]) -> None:
         self.sqnr = sqnr
@@ -69,8 +65,6 @@ class Damage:
     """The measurements on one sample.
 
     Attributes:
-        mixtures: The models on the sample.
-        expected: Expected damage of all modules.
         alone: KL divergence in nats per token of each module that was exchanged alone.
         seconds: Time of the measurements.
     """
@@ -101,20 +95,7 @@ def measure_damage(
     budget: TimeBudget,
     end: float,
 ) -> Damage:
-    """Measure all modules on a small sample, then on larger samples as long as the time allows.
-
-    Args:
-        baseline: The model whose inputs modules get, and whose predictions are the reference.
-        candidate: The model whose modules do the damage.
-        differences: All differences of the two models.
-        windows: ``[B, W]`` token ids, from which samples are taken.
-        budget: The time budget.
-        end: Fraction of the budget that may be spent.
-
-    Returns:
-        The measurements on the largest sample for which every module could be exchanged; if there is no such sample,
-        those on the first sample.
-    """
+    """Measure all modules on a small sample, then on larger samples as long as the time allows."""
     sample = spread(windows, math.ceil(_FEWEST_TOKENS / (windows.shape[1] - 1)))
     best = None
     while True:

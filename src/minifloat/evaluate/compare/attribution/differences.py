@@ -36,12 +36,7 @@ _PACKED = "packed"
 
 @dataclass(frozen=True)
 class Location:
-    """The location of a module or tensor in a model.
-
-    Attributes:
-        holder: Name of the module that holds it; empty for the model itself.
-        attribute: Name of the holder's attribute.
-    """
+    """The location of a module or tensor in a model."""
 
     holder: str
     attribute: str
@@ -58,11 +53,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Difference:
-    """A module or parameter in which two models differ.
-
-    Attributes:
-        locations: Where it is; several if it is tied in both models.
-    """
+    """A module or parameter in which two models differ."""
 
     locations: tuple[Location, ...]
 
@@ -83,11 +74,7 @@ class Difference:
 
 
 def find_differences(baseline: PreTrainedModel, candidate: PreTrainedModel) -> tuple[Difference, ...]:
-    """Return all differences, in the order of the baseline's modules.
-
-    Raises:
-        UsageError: If the models have different architectures or sizes.
-    """
+    """Return all differences, in the order of the baseline's modules."""
     tied: dict[object, list[Location]] = {}
     for location in _differing(baseline, candidate, ""):
         ids = [frozenset(map(id, _tensors(location.get(model)))) for model in (baseline, candidate)]
@@ -113,12 +100,7 @@ def exchanged(model: nn.Module, other: nn.Module, differences: Iterable[Differen
 
 
 def stored_bytes(value: ModuleOrTensor, element_bytes: int) -> int:
-    """Return the bytes that a module or tensor takes in a checkpoint.
-
-    Args:
-        value: Module or tensor of a loaded model.
-        element_bytes: Bytes of a stored element that is not quantized; its dtype in memory may differ.
-    """
+    """Return the bytes that a module or tensor takes in a checkpoint."""
     if isinstance(value, Tensor):
         return value.numel() * element_bytes
     if value is None:

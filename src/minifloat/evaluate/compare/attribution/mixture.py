@@ -33,8 +33,6 @@ class Distance:
 
     Attributes:
         kl: Mean KL divergence in nats per token.
-        ppl_increase: Perplexity over the baseline's perplexity, less 1.
-        same_top1: Fraction of tokens at which both models have the same most probable token.
     """
 
     kl: float
@@ -51,18 +49,7 @@ class Distance:
 
 
 class Mixtures:
-    """Measures mixtures of two models on the same windows.
-
-    Args:
-        baseline: The baseline; the inputs of its head are computed once.
-        candidate: A model of the same architecture.
-        windows: ``[B, W]`` token ids.
-
-    Attributes:
-        windows: Number of windows.
-        tokens: Number of scored tokens.
-        batches: The windows in batches.
-    """
+    """Measures mixtures of two models on the same windows."""
 
     def __init__(self, baseline: Predictor, candidate: Predictor, windows: Tensor) -> None:
         self._baseline, self._candidate = baseline, candidate
@@ -82,12 +69,7 @@ class Mixtures:
         return sum(features.nbytes for features in self._features) // self.windows
 
     def measure(self, kept: Iterable[Difference], *, cache: bool = True) -> Distance:
-        """Measure the candidate with some of the baseline's modules.
-
-        Args:
-            kept: Differences for which the mixture has the baseline's modules.
-            cache: Whether to use the candidate's simulated KV cache; otherwise the baseline's, if it has one.
-        """
+        """Measure the candidate with some of the baseline's modules."""
         runner, kl, nll, agree = self._runner, 0.0, 0.0, 0.0
         runner.new_cache = self._candidate.new_cache if cache else self._baseline.new_cache
         with self._mixed(kept):

@@ -32,13 +32,11 @@ class ModuleDamage:
     """The damage of one module.
 
     Attributes:
-        module: Name of the module in the model.
         sqnr_db: Signal-to-quantization-noise ratio in dB of the module's output, where both models' modules get the
             baseline's inputs; Inf where the outputs are the same, NaN where the sample never ran the module.
         kl_alone: Mean KL divergence in nats per token of the baseline with the candidate's module; None: not measured.
         kl_without: Mean KL divergence in nats per token of the candidate with the baseline's module; None: not
             measured.
-        extra_bytes: Bytes by which the baseline's module is larger.
     """
 
     module: str
@@ -53,11 +51,7 @@ class Attribution:
     """The result of `attribute`.
 
     Attributes:
-        rows: All modules that differ, the worst first: those with `kl_alone` sorted by it, then the others by SQNR.
-        tokens: Number of scored tokens of the sample that `rows` were measured on.
         seconds: Time of the attribution.
-        measured: Number of rows with `kl_alone`.
-        of: Number of rows.
         suggestion: Modules to keep in 16 bits; None if the candidate is already within the tolerance, if no override
             can help because the models differ by something other than quantization, or if the time was up.
     """
@@ -85,20 +79,6 @@ def attribute(
     Modules are exchanged in place and put back, also after an interrupt. Where the candidate runs with a quantized KV
     cache, `ModuleDamage.kl_alone` is measured without the cache and everything else with it. If one model has quantized
     experts, both models run transformers' eager experts from then on.
-
-    Args:
-        baseline: The model that the candidate is compared with.
-        candidate: A model of the same architecture.
-        windows: ``[B, W]`` token ids with the prefix of every window; a sample of them is used.
-        tolerance: Bounds that the candidate with the suggested modules in 16 bits has to keep.
-        seconds: Approximate time of the attribution. A few passes over 512 tokens run even if they take longer.
-        progress: Called before each measurement with milliseconds spent, milliseconds in total, and its name.
-        confirm: Judges the candidate with the suggested modules on all texts, in addition to `seconds`; None: the
-            suggestion gets no verdict.
-
-    Raises:
-        UsageError: If the models have different architectures or sizes.
-        CheckpointError: If the headers of the baseline's folder, which name the weights, cannot be read.
     """
     budget = TimeBudget(seconds, progress)
     match_experts_implementation([baseline, candidate])

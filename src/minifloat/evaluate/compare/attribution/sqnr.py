@@ -55,14 +55,7 @@ class _Meter:
 def measure_sqnr(
     baseline: Predictor, candidate: Predictor, differences: Sequence[Difference], batches: Iterable[Tensor]
 ) -> Mapping[Difference, float]:
-    """Return the SQNR in dB of every difference.
-
-    Args:
-        baseline: The model to run.
-        candidate: The model whose modules run on the baseline's inputs.
-        differences: All differences of the two models.
-        batches: Batches of token ids ``[B, W]``.
-    """
+    """Return the SQNR in dB of every difference."""
     meters = {difference: _Meter(baseline.model, candidate.model, difference) for difference in differences}
     with ExitStack() as hooks, candidate.set_up():
         for meter in meters.values():

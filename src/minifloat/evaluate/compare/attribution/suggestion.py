@@ -39,19 +39,7 @@ class Suggestion:
     All measurements but `verdict` are of a sample of the text and have no interval.
 
     Attributes:
-        overrides: Values for ``minifloat quantize --override``, ``"REGEX=bf16"``.
-        modules: The modules that the overrides match, by their names in the baseline's checkpoint.
-        extra_bytes: Bytes by which the checkpoint grows.
         kl_before: Mean KL divergence of the candidate in nats per token.
-        kl_after: Mean KL divergence with the suggestion.
-        ppl_increase_before: The candidate's perplexity over the baseline's, less 1.
-        ppl_increase_after: Perplexity increase with the suggestion.
-        same_top1_before: Fraction of tokens at which the candidate has the baseline's first choice.
-        same_top1_after: The same fraction with the suggestion.
-        reaches: Whether the model with the suggestion is within the tolerance.
-        everything: Whether no module would stay quantized; another scheme is then better than the suggestion.
-        tokens: Number of scored tokens of the sample.
-        finished: Whether the search ended before the time was up; if not, fewer modules may be enough.
         verdict: The verdict on the model with the suggestion, measured on all texts; None: it was not measured, because
             it is outside of the tolerance on the sample already or keeps no module quantized.
     """
@@ -74,14 +62,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that are kept in 16 bits together or not at all.
-
-    Attributes:
-        differences: Differences between the models that keeping the group removes.
-        modules: Names in the baseline's checkpoint; one module of the model may have many names there.
-        extra_bytes: Bytes by which the checkpoint grows if the group is kept.
-        damage: Sum of the KL divergences of each module alone, measured or expected.
-    """
+    """Modules that are kept in 16 bits together or not at all."""
 
     differences: tuple[Difference, ...]
     modules: tuple[str, ...]
@@ -96,12 +77,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class KeepableGroups:
-    """The groups of modules that could be kept in 16 bits.
-
-    Attributes:
-        groups: The groups, in descending order of damage per extra byte.
-        names: Names of all modules in the baseline's checkpoint that overrides apply to.
-    """
+    """The groups of modules that could be kept in 16 bits."""
 
     groups: tuple[ModuleGroup, ...]
     names: tuple[str, ...]
@@ -114,17 +90,7 @@ class KeepableGroups:
         damage: Mapping[Difference, float],
         extra_bytes: Mapping[Difference, int],
     ) -> KeepableGroups:
-        """Group the differences that an override of `quantize` would remove.
-
-        Args:
-            baseline: The baseline, whose checkpoint names the tensors; if it is quantized, there are no groups.
-            candidate: The candidate, whose quantized weights could be kept in 16 bits.
-            damage: KL divergence of each difference alone, measured or expected.
-            extra_bytes: Bytes by which each difference makes the baseline's checkpoint larger.
-
-        Raises:
-            CheckpointError: If the headers of the baseline's folder cannot be read.
-        """
+        """Group the differences that an override of `quantize` would remove."""
         checkpoint = baseline.headers()
         if checkpoint.quantization_config is not None:
             return cls((), ())
@@ -157,18 +123,7 @@ def suggest(
     budget: TimeBudget,
     confirm: Callable[[Predictor], Verdict] | None = None,
 ) -> Suggestion | None:
-    """Search for the modules to keep in 16 bits.
-
-    Args:
-        keepable: At least one group.
-        mixtures: Measures mixtures of the baseline and the candidate.
-        tolerance: Bounds to keep.
-        budget: Time budget; when it is spent, the best choice so far is returned.
-        confirm: Judges a model on all texts, whatever time it takes; None: the suggestion gets no verdict.
-
-    Returns:
-        The suggestion; None if the candidate is already within the tolerance.
-    """
+    """Search for the modules to keep in 16 bits."""
     budget.report("the candidate on the sample")
     before = mixtures.measure(())
     if before.within(tolerance):
@@ -202,11 +157,7 @@ def suggest(
 
 
 class _Search:
-    """Measures choices of groups until one is within the tolerance or the time is up.
-
-    Attributes:
-        finished: Whether no step of `prefix` was left out because the time was up.
-    """
+    """Measures choices of groups until one is within the tolerance or the time is up."""
 
     def __init__(self, mixtures: Mixtures, tolerance: Tolerance, budget: TimeBudget) -> None:
         self._mixtures, self._tolerance, self._budget = mixtures, tolerance, budget

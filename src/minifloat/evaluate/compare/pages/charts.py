@@ -117,11 +117,7 @@ def position_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) 
 
 
 def survival_chart(divergences: Sequence[tuple[str, GreedyDivergence]]) -> str:
-    """Draw the share of prompts whose continuations are still the same, by number of tokens.
-
-    Args:
-        divergences: Names of candidates with their continuations.
-    """
+    """Draw the share of prompts whose continuations are still the same, by number of tokens."""
     series = [Series(name, _survival(divergence)) for name, divergence in divergences]
     caption = "Prompts that both models still continue by the same tokens"
     x, y = Axis("tokens", whole=True), Axis("share of the prompts", percent=True, low=0.0, high=1.0)
@@ -194,15 +190,7 @@ def dot_figure(
     axis: Axis,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Draw values with their intervals.
-
-    Args:
-        rows: Label and one dot per name for each row.
-        names: Names of the candidates.
-        caption: Caption of the figure.
-        axis: Axis of the values.
-        mark: Position and label of a vertical line; None: no line.
-    """
+    """Draw values with their intervals."""
     if not any(math.isfinite(dot.value) for _, dots in rows for dot in dots):
         return ""
     return figure(caption, lambda width: dot_chart(rows, names, title=caption, axis=axis, mark=mark, width=width))

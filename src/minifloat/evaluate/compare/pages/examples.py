@@ -21,12 +21,7 @@ _CONTEXT, _TOKEN, _WRITTEN = 240, 40, 1500  #: largest numbers of characters
 
 
 def worst_tokens(candidate: CandidateResult, name: str) -> str:
-    """Show the tokens at which a candidate differs most, in context, with the first choices of both models.
-
-    Args:
-        candidate: The candidate.
-        name: Heading; empty: no heading.
-    """
+    """Show the tokens at which a candidate differs most, in context, with the first choices of both models."""
     cases = [_case(worst) for worst in candidate.worst]
     rest = cases[_SHOWN:]
     return subsection(name, *cases[:_SHOWN], folded(f"{len(rest)} more", "\n".join(rest)) if rest else "")
@@ -71,12 +66,7 @@ def _token(token: str) -> str:
 
 
 def greedy_samples(divergence: GreedyDivergence, name: str) -> str:
-    """Show continuations of both models side by side.
-
-    Args:
-        divergence: The continuations of one candidate.
-        name: Heading; empty: no heading.
-    """
+    """Show continuations of both models side by side."""
     return subsection(name, *map(_sample, divergence.samples))
 
 

@@ -52,14 +52,7 @@ def change(value: float) -> str:
 def interval_parts(
     estimate: Estimate, *, as_percent: bool = False, signed: bool = False, digits: int = 2
 ) -> tuple[str, str]:
-    """Format a value and its interval; the interval is `NO_INTERVAL` if the estimate has none.
-
-    Args:
-        estimate: The estimate.
-        as_percent: Whether to write fractions in percent; only the value gets the sign ``%``.
-        signed: Whether to write ``+`` before a positive value.
-        digits: Significant digits of half the interval's width; all numbers get the same number of decimals.
-    """
+    """Format a value and its interval; the interval is `NO_INTERVAL` if the estimate has none."""
     values = [100 * end if as_percent else end for end in (estimate.value, estimate.low, estimate.high)]
     unit = "%" if as_percent else ""
     reach = (values[2] - values[1]) / 2

@@ -97,13 +97,7 @@ def detail_sections(comparison: Comparison) -> list[str]:
 
 
 def verdict_section(comparison: Comparison, title: str, others: Sequence[CandidateResult] = ()) -> str:
-    """Return the section with the models side by side, and the verdict on each candidate below.
-
-    Args:
-        comparison: The comparison.
-        title: Heading of the section.
-        others: Further candidates that were compared on the same texts, for the chart of sizes alone.
-    """
+    """Return the section with the models side by side, and the verdict on each candidate below."""
     names = candidate_names(comparison)
     partial, notes = partial_text(comparison), note_lines(comparison)
     boxes = []

@@ -39,11 +39,7 @@ def _difference(task: TaskDifference) -> tuple[str, str]:
 
 
 def tasks_section(candidates: Sequence[tuple[str, Sequence[TaskDifference]]]) -> str:
-    """Return the page's section on tasks; empty if no task was run.
-
-    Args:
-        candidates: Names of the candidates, with their tasks.
-    """
+    """Return the page's section on tasks; empty if no task was run."""
     candidates = [(name, tasks) for name, tasks in candidates if tasks]
     by_label: dict[str, list[tuple[str, TaskDifference]]] = {}
     for name, tasks in candidates:

@@ -40,21 +40,7 @@ class KnownProbabilities:
 
 
 class ServedModel:
-    """A model behind an API.
-
-    Args:
-        connection: The server.
-        name: Name of the model there.
-        tokenizer: Tokenizer of the baseline.
-
-    Attributes:
-        name: Name of the model.
-        alternatives: Number of most probable tokens that the server gives per position.
-
-    Raises:
-        ServerError: If the server cannot be reached, or has no such model.
-        UsageError: If the server gives no log-probabilities of prompts.
-    """
+    """A model behind an API."""
 
     def __init__(self, connection: Connection, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._connection, self.name = connection, name
@@ -62,24 +48,12 @@ class ServedModel:
         self.alternatives = self._find_alternatives(_trial_ids(tokenizer))
 
     def probabilities(self, windows: Sequence[Sequence[int]]) -> list[list[KnownProbabilities]]:
-        """Return what the server says of each token of some windows but the first.
-
-        Args:
-            windows: Token ids, at least two each.
-
-        Raises:
-            ServerError: If the server cannot be reached or refuses.
-            UsageError: If its answer is not about these tokens.
-        """
+        """Return what the server says of each token of some windows but the first."""
         with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="minifloat-served") as pool:
             return list(pool.map(lambda window: self._window(list(window), self.alternatives), windows))
 
     def tokens(self, **fields: Any) -> list[int] | None:
-        """Return the tokens that the server makes of a prompt or of messages; None if it has no ``/tokenize``.
-
-        Raises:
-            ServerError: If the server cannot be reached.
-        """
+        """Return the tokens that the server makes of a prompt or of messages; None if it has no ``/tokenize``."""
         try:
             answer = self._connection.json("POST", "/tokenize", {"model": self.name, **fields})
         except ServerError as error:
@@ -163,11 +137,7 @@ class ServedModel:
 
 
 def _number(value: Any) -> float:
-    """Return a log-probability.
-
-    Raises:
-        UsageError: If it is none.
-    """
+    """Return a log-probability."""
     if not isinstance(value, (int, float)) or value != value or value > 1e-3:
         raise UsageError(f"the server gave {value!r} as the logarithm of a probability")
     return max(float(value), _IMPOSSIBLE)

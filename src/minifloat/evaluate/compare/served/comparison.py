@@ -138,11 +138,7 @@ def _longest(of_model: int | None, listed: Mapping[str, Any]) -> int | None:
 
 
 def _check_tokenizer(served: ServedModel, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compare the server's tokens of a text with the baseline's, where it says them.
-
-    Raises:
-        UsageError: If they differ.
-    """
+    """Compare the server's tokens of a text with the baseline's, where it says them."""
     found = served.tokens(prompt=_SAMPLE, add_special_tokens=False)
     expected = list(tokenizer(_SAMPLE, add_special_tokens=False).input_ids)
     if found is not None and found != expected:

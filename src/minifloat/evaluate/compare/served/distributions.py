@@ -23,15 +23,7 @@ _LEAST_REST = 1e-6
 
 
 def served_distribution(p: Distribution, known: Sequence[KnownProbabilities]) -> tuple[Distribution, Tensor]:
-    """Return the distributions of a server where the tokens that it does not name share the rest as in `p`.
-
-    Args:
-        p: The baseline's distributions of R rows.
-        known: What the server says of each of them.
-
-    Returns:
-        The distributions, and the baseline's probability ``[R]`` of all tokens that the server does not name.
-    """
+    """Return the distributions of a server where the tokens that it does not name share the rest as in `p`."""
     ids, logprobs, is_known = _table(known, p.logits.device)
     logits = p.logits - p.log_total[:, None]
     unnamed = (1 - (logits.gather(1, ids).exp() * is_known).sum(-1)).clamp_min(0)

@@ -32,25 +32,10 @@ class TaskDifference:
     """A task's score under both models.
 
     Attributes:
-        task: Name of the task or group.
-        metric: Name of the metric, ``"acc"``; with the filter where the task has one: ``"exact_match,strict-match"``.
-        items: Number of items that both models answered.
-        baseline: The baseline's score.
-        candidate: The candidate's score.
-        difference: Candidate - baseline, with the interval of a paired bootstrap over items. There is no interval below
-            `minifloat.evaluate.compare.intervals.FEWEST_UNITS` items, and its width is 0 where no item differs. The interval of
-            a perplexity is that of the ratio of the two perplexities.
         recovery: Percent of the baseline's score that the candidate keeps: candidate / baseline, or baseline /
             candidate where less is better; NaN where the quotient is not a finite number.
-        wins: Items on which only the candidate is right; of items that are not right or wrong, those on which the
-            candidate is better.
-        losses: Items on which only the baseline is right; of items that are not right or wrong, those on which the
-            baseline is better.
         mcnemar_p: Two-sided p-value of McNemar's exact test: the probability of wins and losses as uneven as these
             where both are equally likely; None where items are not right or wrong.
-        higher_is_better: Whether a loss of quality lowers the score.
-        fewshot: Examples in each prompt; for a group, the largest number of its tasks.
-        members: The tasks of a group; empty for a task.
     """
 
     task: str
@@ -69,11 +54,7 @@ class TaskDifference:
 
 
 def compare_tasks(baseline: TaskRun, candidate: TaskRun) -> tuple[TaskDifference, ...]:
-    """Compare two runs item by item; groups come first.
-
-    Raises:
-        UsageError: If the runs have different tasks, metrics or items.
-    """
+    """Compare two runs item by item; groups come first."""
     baseline_runs, candidate_runs = (
         {(run.task, run.metric): run for run in side.metrics} for side in (baseline, candidate)
     )

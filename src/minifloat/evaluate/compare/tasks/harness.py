@@ -53,22 +53,7 @@ def evaluate(
     chat_template: bool,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Run tasks and return the results of `lm_eval.evaluate`, samples included.
-
-    Args:
-        model: Model in eval mode.
-        tokenizer: The model's tokenizer.
-        tasks: The tasks with their data.
-        limit: Number of items of each task; below 1, this fraction of them; None: all.
-        batch_size: Requests per forward pass; None: as many as fit.
-        max_length: Tokens of prompt and answer; None: the length that the model attends to.
-        chat_template: Whether to put prompts into the tokenizer's chat template.
-        progress: Called after each request.
-
-    Raises:
-        UsageError: If lm-eval cannot run the model or the tasks.
-        NonFiniteError: If an answer of the model is NaN.
-    """
+    """Run tasks and return the results of `lm_eval.evaluate`, samples included."""
     with quiet():
         wrapped = _wrap(model, tokenizer, batch_size, max_length, _RequestCounter(tasks, progress))
     with quiet(warn=True), torch.inference_mode():

@@ -31,12 +31,7 @@ _NEAR_NAMES = 8
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Tasks with their data, which can be run any number of times.
-
-    Attributes:
-        names: Requested names.
-        loaded: The harness' tasks and groups by name, under the keys ``"tasks"`` and ``"groups"``.
-    """
+    """Tasks with their data, which can be run any number of times."""
 
     names: tuple[str, ...]
     loaded: dict[str, Any]
@@ -48,22 +43,7 @@ class LoadedTasks:
 def load_tasks(
     tasks: Sequence[str], *, include_path: str | os.PathLike[str] | None = None, num_fewshot: int | None = None
 ) -> LoadedTasks:
-    """Find tasks and read their data.
-
-    Args:
-        tasks: Names of tasks, groups or tags, paths of task files, or patterns with ``*``. A pattern stands for tasks
-            of the folder if it matches any of them, else for the harness' own tasks.
-        include_path: Folder of task files in the harness' format, which take precedence over its own. Paths of data in
-            them are relative to the current folder or, if there is no such file, to the task file. A task file can
-            name Python functions, which are run.
-        num_fewshot: Examples in each prompt, except for tasks that declare 0; by default the number that each task
-            declares.
-
-    Raises:
-        UnknownNameError: If a task does not exist; the message lists tasks with similar names.
-        DataError: If the data of a task is neither cached nor available from the hub, or a task file cannot be read.
-        UsageError: If lm-eval is not installed, no task is named, or a task is named twice.
-    """
+    """Find tasks and read their data."""
     if isinstance(tasks, str) or not tasks:
         raise UsageError("tasks: expected the names of one or more tasks")
     if num_fewshot is not None and num_fewshot < 0:
@@ -151,11 +131,7 @@ def _complete(index: dict[str, Any], name: Any) -> bool:
 
 
 def _expanded(manager: Any, tasks: Sequence[str], include_path: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Yield the names of all requested tasks, with patterns replaced by the names that they match.
-
-    Raises:
-        UnknownNameError: If a name or pattern matches no task.
-    """
+    """Yield the names of all requested tasks, with patterns replaced by the names that they match."""
     for name in dict.fromkeys(tasks):
         if names := _names(manager, name):
             yield from names

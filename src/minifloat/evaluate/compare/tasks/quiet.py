@@ -30,11 +30,7 @@ _LOGGERS = ("lm_eval", "datasets", "evaluate", "huggingface_hub", "transformers"
 
 
 def harness(module: str) -> Any:
-    """Import a module of lm-eval or of its dependencies.
-
-    Raises:
-        UsageError: If lm-eval is not installed.
-    """
+    """Import a module of lm-eval or of its dependencies."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -60,13 +56,6 @@ def quiet(*, warn: bool = False) -> Iterator[None]:
     """Send the output of the harness and its libraries to the log while the context lasts.
 
     Progress bars, warnings and random generators are restored at the end.
-
-    Args:
-        warn: Whether to log the first of each kind of the harness' own warnings as a warning. Everything else is logged
-            for debugging.
-
-    Raises:
-        UsageError: If lm-eval is not installed.
     """
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -47,7 +47,6 @@ class TaskScore:
     """A score as the harness reports it.
 
     Attributes:
-        score: The score in the metric's own unit.
         stderr: Standard error of the score; NaN if the harness gives none.
     """
 
@@ -57,19 +56,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class MetricRun:
-    """One metric of one task: the score, and the results of the items.
-
-    Attributes:
-        task: Name of the task.
-        metric: Name of the metric, ``"acc"``; with the filter where the task has one: ``"exact_match,strict-match"``.
-        higher_is_better: Whether the task declares that a higher score is better.
-        fewshot: Examples in each prompt.
-        score: Score of all items.
-        items: Identifier of each item: its number and the hashes of its document, prompt and target.
-        results: Result of each item: a number, or another input of the metric's aggregation.
-        aggregation: A key of `OF_MEANS`, or ``"other"``.
-        aggregate: Function that computes the score from the results.
-    """
+    """One metric of one task: the score, and the results of the items."""
 
     task: str
     metric: str
@@ -84,15 +71,7 @@ class MetricRun:
 
 @dataclass(frozen=True)
 class GroupRun:
-    """A score that is the mean of the scores of several tasks.
-
-    Attributes:
-        group: Name of the group.
-        metric: Name of the metric, as in `MetricRun`.
-        score: Score as the harness reports it.
-        members: Names of the tasks.
-        by_size: Whether tasks are weighted by their number of items.
-    """
+    """A score that is the mean of the scores of several tasks."""
 
     group: str
     metric: str
@@ -103,14 +82,7 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """The result of `run_tasks`.
-
-    Attributes:
-        tasks: Requested names of tasks.
-        harness: Version of lm-eval.
-        metrics: One entry per task, metric and filter.
-        groups: One entry per group that has a score, metric and filter.
-    """
+    """The result of `run_tasks`."""
 
     tasks: tuple[str, ...]
     harness: str
@@ -138,17 +110,7 @@ def aggregation_name(aggregate: Callable[[Sequence[Any]], float], values: Sequen
 
 
 def parts(aggregation: str, values: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
-    """Return the sums ``[N]`` and sizes ``[N]`` of items; the score is a function of ``sum(sums) / sum(sizes)``.
-
-    Args:
-        aggregation: A key of `OF_MEANS`.
-        values: Results of the items: numbers, log-likelihoods in nats, or pairs of a log-likelihood and the number of
-            words or bytes of the document.
-
-    Raises:
-        TypeError: If the results are none of these.
-        ValueError: If the results are none of these.
-    """
+    """Return the sums ``[N]`` and sizes ``[N]`` of items; the score is a function of ``sum(sums) / sum(sizes)``."""
     numbers = np.asarray(values, np.float64).reshape(len(values), 2 if aggregation in _WEIGHTED else 1)
     sums = -numbers[:, 0] if aggregation in (*PERPLEXITIES, *_WEIGHTED) else numbers[:, 0]
     return sums, numbers[:, 1] if aggregation in _WEIGHTED else np.ones(len(values))

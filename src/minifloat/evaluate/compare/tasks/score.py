@@ -32,27 +32,7 @@ def run_tasks(
     chat_template: bool = False,
     progress: Progress | None = None,
 ) -> TaskRun:
-    """Run tasks of lm-evaluation-harness, and keep the result of every item.
-
-    Args:
-        model: Model in eval mode; neither the model nor the tokenizer is changed.
-        tokenizer: The model's tokenizer.
-        tasks: Names of tasks as for `load_tasks`, or its result, so that several models share the data.
-        include_path: Folder of task files, as for `load_tasks`.
-        limit: Number of items to use from the start of each task; below 1, the fraction of items to use.
-        num_fewshot: Examples in each prompt, as for `load_tasks`.
-        batch_size: Requests per forward pass; by default as many as fit into 512 MiB of log-probabilities, at most 16.
-        max_length: Tokens of prompt and answer; by default the length that the model attends to. A longer prompt loses
-            its beginning, a longer document is cut into windows.
-        chat_template: Whether to put prompts into the tokenizer's chat template.
-        progress: Called with requests done, requests in total, and the activity.
-
-    Raises:
-        UnknownNameError: If a task does not exist.
-        DataError: If the data of a task is neither cached nor available from the hub.
-        NonFiniteError: If the model's answer to an item is NaN; the message names the item.
-        UsageError: If lm-eval is not installed, an option is out of range, or a task cannot be run.
-    """
+    """Run tasks of lm-evaluation-harness, and keep the result of every item."""
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
         raise UsageError(f"expected a whole number of items per task, or a share of them below 1, got {limit}")
     if batch_size is not None and batch_size < 1:

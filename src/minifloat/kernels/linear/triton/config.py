@@ -54,14 +54,7 @@ _RESERVED = 1 << 10  #: bytes of shared memory that a CTA cannot use
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a GPU that determine the configuration.
-
-    Attributes:
-        capability: Compute capability.
-        multiprocessors: Number of multiprocessors.
-        shared_bytes: Shared memory available to one CTA, nearly all of that of a multiprocessor.
-        name: The name of the device in CUDA.
-    """
+    """The properties of a GPU that determine the configuration."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -83,16 +76,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Config:
-    """The tiles of one product.
-
-    Attributes:
-        rows_m: Rows of x per CTA.
-        rows_n: Rows of the weight per CTA.
-        tiles: Tiles of 128 columns per step.
-        warps: Warps per CTA.
-        stages: Steps in flight, the current one included.
-        split: CTAs that share a tile of the result; 0 for a large product, which decodes into memory and calls cuBLAS.
-    """
+    """The tiles of one product."""
 
     rows_m: int
     rows_n: int
@@ -111,15 +95,7 @@ LARGE = Config(0, 0, 0, 0, 0, 0)
 
 
 def choose(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
-    """Return the configuration of a product.
-
-    Args:
-        form: The form of the weight.
-        shape: ``(N, K)``.
-        rows: M, at least 1.
-        parts: Number of bfloat16 numbers per element of x.
-        device: The GPU.
-    """
+    """Return the configuration of a product."""
     measured = _table(device.name).get((form, *shape, bucket(rows), parts))
     return measured if measured is not None else by_arithmetic(form, shape, rows, parts, device)
 
@@ -177,18 +153,7 @@ def cut(
     resident: int | None = None,
     most_stages: int = 4,
 ) -> Config:
-    """Set the stages of a configuration to as many as fit, and split K so that the device is full.
-
-    Args:
-        config: Its stages and split are replaced.
-        form: The form of the weight.
-        shape: ``(N, K)``.
-        rows: M.
-        parts: Number of bfloat16 numbers per element of x.
-        device: The GPU.
-        resident: CTAs that are on a multiprocessor at once; by default two of 4 warps, or one of more.
-        most_stages: Largest number of stages.
-    """
+    """Set the stages of a configuration to as many as fit, and split K so that the device is full."""
     resident = resident or (2 if config.warps == 4 else 1)
     room = device.shared_bytes // resident - _RESERVED
     fitting = (n for n in range(most_stages, 2, -1) if shared_bytes(replace(config, stages=n), form, parts) <= room)
@@ -241,14 +206,7 @@ def _table(name: str) -> dict[tuple[Any, ...], Config]:
 
 
 def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
-    """Read a table that `tune` wrote.
-
-    Returns:
-        The configuration by form, N, K, bucket of rows and parts.
-
-    Raises:
-        ConfigError: If the file is not a table that `write_table` wrote.
-    """
+    """Read a table that `tune` wrote."""
     try:
         rows = json.loads(path.read_text())
         return {

@@ -62,21 +62,7 @@ E4M3_MULTIPLIER = tl.constexpr(0x7B807B80)
 
 @triton.jit
 def decode(pairs, words, FORM: tl.constexpr, T: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr):
-    """Decode the elements of a tile and multiply them with their coded scales.
-
-    Args:
-        pairs: int16 ``[T, P, units]``: T tiles of 128 columns, P half panels of 64 rows.
-        words: int32 ``[T, P, words]``, the coded scales, if the form has any.
-        FORM: `GpuForm`.
-        T: Number of tiles.
-        P: Number of half panels.
-        WIDE: `Order.WIDE`.
-        PLAIN: Whether to use Triton's own operations. The PTX takes two neighbouring units as one word, so a lane must
-            hold them side by side; Triton lays out operands of `tl.dot` so, but not every tensor.
-
-    Returns:
-        ``[64 * P, 128 * T]``, bfloat16, or float32 in the interpreter.
-    """
+    """Decode the elements of a tile and multiply them with their coded scales."""
     if FORM <= MXFP8:
         units = pairs.reshape(T, P, 4, 4, 8, 4, 2, 2, 2)  # T P b w g t s h e
         if FORM == MXFP8:

@@ -50,16 +50,7 @@ def padded(matrix: Tensor, cols: int) -> Tensor:
 
 
 def pack_elements(elements: Tensor, form: GpuForm, order: Order) -> Tensor:
-    """Pack codes into words.
-
-    Args:
-        elements: uint8 ``[N, K]``, one code each.
-        form: The form of the weight.
-        order: The columns that a lane holds.
-
-    Returns:
-        int16, flat: `units_per_tile` for each half panel and tile.
-    """
+    """Pack codes into words."""
     whole = padded(elements, TILE_COLS)
     cols, names = _columns(form, order)
     axes = "prwhgc" + names
@@ -144,15 +135,6 @@ def code_powers(elements: Tensor, scales: Tensor, element: ElementFormat) -> tup
     """Code E8M0 scales as exponent fields of multipliers, relative to the largest scale of each row.
 
     A block more than `MAX_DISTANCE` powers of two below the largest is multiplied with zero, as on the CPU.
-
-    Args:
-        elements: uint8 ``[N, K]``.
-        scales: uint8 ``[N, G]``, E8M0.
-        element: E4M3 or E2M1.
-
-    Returns:
-        fields: uint8 ``[N, G]``.
-        largest: uint8 ``[N]``, E8M0: the largest scale of the row among blocks that are not zeros.
     """
     width = GROUP_COLS[GpuForm.MXFP4]
     magnitude = (elements & ((1 << (element.bits - 1)) - 1)).to(torch.uint8)

@@ -44,43 +44,7 @@ def product_kernel(
     PARTS: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
     RAGGED: tl.constexpr, BIAS: tl.constexpr, INTERP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``y[m, n] = sum over k of x[m, k] * w[n, k]``, times the factor of row n, plus the bias.
-
-    Args:
-        x_ptr: ``[M, K]``, rows `x_stride` apart.
-        codes_ptr: int16, `GpuWeight.codes`.
-        factors_ptr: int32, `GpuWeight.factors`.
-        blocks_ptr: float32, `GpuWeight.block_scale`, rows `block_stride` apart, of `block_rows` rows and BLOCK_TILES
-            tiles of columns.
-        rows_ptr: float32, `GpuWeight.row_scale`.
-        bias_ptr: ``[N]``.
-        y_ptr: ``[M, N]``, rows `y_stride` apart.
-        sums_ptr: float32, a tile for each CTA; SPLIT > 1 only.
-        counts_ptr: int32, zeros, for each tile of the result; zeros again afterwards.
-        M: Rows of x.
-        N: Rows of the weight.
-        K: Columns.
-        x_stride: Elements between rows of x.
-        y_stride: Elements between rows of y.
-        tiles: Tiles of 128 columns, of the weight.
-        block_stride: Elements between rows of block scales.
-        block_rows: Rows of a block.
-        FORM: `GpuForm`.
-        WIDE: `Order.WIDE`.
-        BM: Rows of x per CTA.
-        BN: Rows of the weight per CTA: 64, 128 or 256.
-        T: Tiles of 128 columns in a step, which divides `tiles`; with FP8_BLOCK 1.
-        SPLIT: CTAs that share a tile of the result.
-        PARTS: bfloat16 numbers per element of x: 1, 2 or 4.
-        UNITS: 16-bit units of elements in a tile of half a panel.
-        WORDS: Words of coded scales in a tile of half a panel.
-        BLOCK_TILES: Tiles of columns of a block.
-        RAGGED: Whether the last step reaches beyond K.
-        BIAS: Whether there is a bias.
-        INTERP: Whether this is Triton's interpreter.
-        AHEAD: Steps whose weights are read into the L2 cache before the kernels before this one have ended; 0: none,
-            and kernels do not overlap (`minifloat.kernels.triton_overlap`).
-    """
+    """Compute ``y[m, n] = sum over k of x[m, k] * w[n, k]``, times the factor of row n, plus the bias."""
     P: tl.constexpr = BN // 64
     HALVES: tl.constexpr = 1 if P == 1 else 2
     BK: tl.constexpr = 128 * T

@@ -52,12 +52,7 @@ class Order(enum.IntEnum):
 
 
 def form_of(spec: WeightSpec, shape: tuple[int, int]) -> GpuForm | str:
-    """Return the form of a weight, or why it has none.
-
-    Args:
-        spec: How the weight is quantized.
-        shape: ``(N, K)``.
-    """
+    """Return the form of a weight, or why it has none."""
     form = cpu_form_of(spec, shape)
     if isinstance(form, str):
         return form

@@ -19,12 +19,7 @@ from minifloat.numerics.scheme import WeightSpec
 
 
 def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:
-    """Validate the arguments of `run`.
-
-    Raises:
-        ShapeError: If `x` or `bias` does not fit the weight.
-        UnsupportedTensorError: If there is no kernel for a dtype, or a tensor is on another device than the weight.
-    """
+    """Validate the arguments of `run`."""
     rows, cols = weight.shape
     if x.ndim == 0 or x.shape[-1] != cols:
         raise ShapeError("x", f"expected [..., {cols}] for a weight {rows}x{cols}, got {list(x.shape)}")
@@ -37,16 +32,7 @@ def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:
 
 
 def run(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ W.T + bias``.
-
-    Args:
-        x: ``[..., K]``, any strides.
-        weight: ``[N, K]``.
-        bias: ``[N]`` or None.
-
-    Returns:
-        ``[..., N]``, the dtype of `x`.
-    """
+    """Compute ``x @ W.T + bias``."""
     from minifloat.kernels.linear.triton.product import multiply
 
     matrix = x.reshape(-1, x.shape[-1])
@@ -83,24 +69,7 @@ def gpu_linear(
     block: list[int],
     order: int,
 ) -> Tensor:
-    """Compute ``x @ W.T + bias`` from the fields of a `GpuWeight`; ops of torch take tensors and numbers only.
-
-    Args:
-        x: ``[..., K]``.
-        shape: N and K.
-        bias: ``[N]`` or None.
-        codes: `GpuWeight.codes`.
-        row_scale: `GpuWeight.row_scale`.
-        factors: `GpuWeight.factors`.
-        block_scale: `GpuWeight.block_scale`.
-        element: Name of the element format.
-        scale: Name of the scale format.
-        block: Rows and columns of the granularity, 0 for all.
-        order: `GpuWeight.order`.
-
-    Returns:
-        ``[..., N]``, the dtype of `x`.
-    """
+    """Compute ``x @ W.T + bias`` from the fields of a `GpuWeight`; ops of torch take tensors and numbers only."""
     spec = WeightSpec(get_format(element), _granularity(block[0], block[1]), get_format(scale))
     weight = GpuWeight(spec, (shape[0], shape[1]), Order(order), codes, row_scale, factors, block_scale)
     check(x, weight, bias)

@@ -28,15 +28,7 @@ AHEAD = 1
 
 
 def multiply(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, config: Config | None = None) -> None:
-    """Fill `y` with ``x @ W.T + bias``.
-
-    Args:
-        x: ``[M, K]``, bfloat16, float16 or float32, contiguous rows.
-        weight: ``[N, K]``, on the same device.
-        bias: ``[N]``, contiguous, one of the dtypes of `x`.
-        y: ``[M, N]``, the dtype of `x`, contiguous rows.
-        config: By default the result of `minifloat.kernels.linear.triton.config.choose`.
-    """
+    """Fill `y` with ``x @ W.T + bias``."""
     rows = x.shape[0]
     if not rows:
         return

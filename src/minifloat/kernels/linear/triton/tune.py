@@ -52,21 +52,7 @@ def tune(
     rows: Sequence[int] = BUCKETS,
     report: Callable[[str], None] = print,
 ) -> Table:
-    """Measure products with bfloat16 inputs on the current device.
-
-    Args:
-        shapes: ``(N, K)`` of the weights.
-        forms: The forms of the weights.
-        rows: Numbers of rows of x, from `BUCKETS`.
-        report: Called with each line of the report.
-
-    Returns:
-        The configurations that are faster than the arithmetic's choice, for `config.write_table`.
-
-    Raises:
-        KernelUnavailable: If there is no GPU that the kernels run on.
-        UsageError: If a number of rows is not in `BUCKETS`.
-    """
+    """Measure products with bfloat16 inputs on the current device."""
     reason = why_not("cuda")
     if reason:
         raise KernelUnavailable(f"tuning measures on a GPU: {reason}")

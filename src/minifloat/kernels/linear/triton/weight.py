@@ -32,16 +32,10 @@ class GpuWeight:
     two below the largest of its row is multiplied with zero.
 
     Attributes:
-        spec: How the weight is quantized.
-        shape: ``(N, K)``.
-        order: The columns that a lane holds; it depends on the compute capability.
-        codes: int16, flat: elements in fragments; rows and columns are padded with zeros to whole tiles.
         row_scale: float32 ``[N]``, padded to whole panels: the factor of the sum of a row.
         factors: int32, flat: coded block scales in fragments; None if the form has none.
         block_scale: float32 ``[rows of blocks, columns of blocks]``; `GpuForm.FP8_BLOCK` only.
         scale: The scale grid of the checkpoint, if it cannot be restored from the other tensors; else None.
-        global_scale: The global scale of the checkpoint; NVFP4 only.
-        global_divides: Whether the global scale divides, as in `QuantizedTensor`.
     """
 
     spec: WeightSpec
@@ -113,24 +107,12 @@ class GpuWeight:
         return QuantizedTensor(self.spec, self.shape, codes, scale, self.global_scale, self.global_divides)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
-        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
-
-        Args:
-            dtype: The dtype of the result.
-            rows: The rows to return, None for all; must start and end at multiples of the granularity's rows (or at the
-                edge).
-        """
+        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once."""
         return self.unpack().dequantize(dtype, rows)
 
 
 def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str) -> str:
-    """Return why a weight has no form for the kernels of a GPU; empty if it has one.
-
-    Args:
-        spec: How the weight is quantized.
-        shape: ``(N, K)``.
-        device: The device of the weight.
-    """
+    """Return why a weight has no form for the kernels of a GPU; empty if it has one."""
     reason: str = why_no_device(device)
     if reason:
         return reason
@@ -139,15 +121,7 @@ def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str
 
 
 def pack(weight: QuantizedTensor) -> GpuWeight:
-    """Pack a weight on its device.
-
-    Args:
-        weight: A weight on a CUDA device, not changed. Only its scales may be kept.
-
-    Raises:
-        UnsupportedTensorError: If a weight of this kind or its device has no such form; `why_not` gives the reason.
-        NonFiniteError: If a float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
-    """
+    """Pack a weight on its device."""
     problem = why_not(weight.spec, weight.shape, weight.codes.device)
     if problem:
         raise UnsupportedTensorError("weight", f"has no packed form: {problem}")
@@ -157,12 +131,7 @@ def pack(weight: QuantizedTensor) -> GpuWeight:
 
 
 def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
-    """Rearrange the tensors of a weight, on any device and in any order.
-
-    Raises:
-        UnsupportedTensorError: If a weight of this kind has no such form.
-        NonFiniteError: If a float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
-    """
+    """Rearrange the tensors of a weight, on any device and in any order."""
     form = form_of(weight.spec, weight.shape)
     if isinstance(form, str):
         raise UnsupportedTensorError("weight", f"has no packed form: there is no kernel for {form}")

@@ -116,19 +116,7 @@ def quantize_rows(slab: Slab, device: str) -> tuple[CastStats, int]:
 
 
 def launch(w: Tensor, spec: WeightSpec, tensor_amax: float | None, codes: Tensor, scales: Tensor) -> Tensor:
-    """Launch the kernel on tensors of the device, without waiting for the result.
-
-    Args:
-        w: ``[N, K]``, contiguous: int16 (the bits of bfloat16), float16 or float32.
-        spec: How to quantize; `why_not_spec` returns "" for it.
-        tensor_amax: The amax of the whole tensor if ``spec.needs_tensor_amax``.
-        codes: uint8, filled; two columns share a byte if elements have 4 bits.
-        scales: The grid, float32 or uint8, filled.
-
-    Returns:
-        float64 ``[5]``: the sums of ``w**2`` and of the squared errors, and the numbers of saturated elements, of
-        flushed elements, and of NaN and Inf.
-    """
+    """Launch the kernel on tensors of the device, without waiting for the result."""
     rows, cols = w.shape
     block_cols = spec.granularity.cols
     grid_cols = -(-cols // block_cols) if block_cols else 1
@@ -157,14 +145,7 @@ def options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int, *, rounds_e4m3: bool = False) -> dict[str, Any]:
-    """Return the constants that `blocks.quantize_blocks` is compiled with.
-
-    Args:
-        spec: Format, scales and granularity of the quantized weight.
-        dtype: The dtype that the kernel reads.
-        cols: Columns of the slab.
-        rounds_e4m3: Whether the device has an instruction that rounds float32 to E4M3.
-    """
+    """Return the constants that `blocks.quantize_blocks` is compiled with."""
     element = spec.element
     coded = spec.scale if spec.has_global_scale else E4M3
     block_cols = spec.granularity.cols or 0

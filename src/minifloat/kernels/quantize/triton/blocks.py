@@ -112,32 +112,7 @@ def _cast(
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
 ):
-    """Round a tile and store its codes.
-
-    Args:
-        bits: Of float32, finite.
-        factor: float32 ``[BLOCKS]``: the scales.
-        codes_ptr: As in `quantize_blocks`.
-        start: int64 ``[BLOCKS]``: the first elements of the blocks.
-        inner: ``[PARTS]``: distance of each vector from there.
-        length: ``[BLOCKS]``: columns of each block that exist; 0 for a block that does not.
-        mask: Which elements of the tile exist.
-        PACKED: Whether two codes share a byte.
-        PART_AXIS: As in `quantize_blocks`.
-        RAGGED: As in `quantize_blocks`.
-        HARDWARE: As in `quantize_blocks`.
-        POWERS: Whether scales are powers of two: dividing is multiplying by the inverse.
-        SATURATES: Whether elements may be beyond LIMIT.
-        LARGEST: The largest value of the format, a float.
-        LIMIT: As in `quantize_blocks`.
-        MANTISSA: `triton_cast.constants` of the format.
-        BIAS: `triton_cast.constants` of the format.
-        SIGN: Bit number of the sign of a code.
-
-    Returns:
-        Without the last dimension of the tile, the sums of ``w**2`` and of the squared errors, float64, and two counts
-        in an int32: saturated elements in the upper half and flushed ones in the lower.
-    """
+    """Round a tile and store its codes."""
     w = float_of(bits & MAGNITUDE)
     if POWERS:
         quotient = w * _spread(inverse_of_power(factor), PART_AXIS)
@@ -203,48 +178,7 @@ def quantize_blocks(
     LAST_SCALE: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
 ):
-    """Quantize `tiles` times ``BLOCKS`` blocks of a slab.
-
-    Args:
-        w_ptr: ``[rows, cols]``, contiguous; int16 where BF16, else float16 or float32.
-        codes_ptr: uint8 ``[rows, cols]``, or half of the columns where PACKED.
-        scales_ptr: The grid, float32 or uint8; with ONE_SCALE a single scale.
-        statistics_ptr: float64 ``[programs, 5]``: `STATISTICS`.
-        rows: Rows of the slab.
-        cols: Columns of the slab; even with PACKED.
-        grid_cols: Blocks per row of the grid.
-        blocks: Number of blocks.
-        tiles: Tiles that a program casts, one after the other.
-        given_amax: float32: with ONE_SCALE used as the amax of every block.
-        divisor: float32: the global divisor of NVFP4.
-        BF16: Whether the slab is bfloat16.
-        PACKED: Whether two codes share a byte.
-        ONE_SCALE: Whether all blocks share one scale; blocks are then rows.
-        SCALING: How scales are computed.
-        SATURATES: Whether elements may be beyond the largest value times their scale.
-        POWERS: Whether scales are powers of two.
-        HARDWARE: Whether elements are E4M3, and the device rounds to it.
-        ZERO_SCALE: CODED_SCALES: the code of the scale of a block of zeros.
-        BLOCK_ROWS: Rows of a block.
-        BLOCK_COLS: Columns of a block, a power of two; 0 for all columns.
-        BLOCKS: Blocks of a tile.
-        PARTS: Vectors of a block that are loaded together; all of the block for SEARCH and CODED_SEARCH.
-        VECTOR: Elements of a vector.
-        PART_AXIS: The dimension of the tile that counts parts: 1, or 0 for SEARCH and CODED_SEARCH.
-        WHOLE: Whether a tile holds all of its blocks.
-        RAGGED: Whether the last vectors or blocks of a row may reach beyond it.
-        LARGEST: The largest value of the element format, a float.
-        LIMIT: Magnitudes above this limit count as saturated.
-        EMAX: The exponent of the largest value of the element format.
-        ELEMENT_MANTISSA: `triton_cast.constants` of the element format.
-        ELEMENT_BIAS: `triton_cast.constants` of the element format.
-        ELEMENT_SIGN: Bit number of the sign of a code.
-        SCALE_MANTISSA: `triton_cast.constants` of the format of coded scales.
-        SCALE_BIAS: `triton_cast.constants` of the format of coded scales.
-        SCALE_MAX: `triton_cast.constants` of the format of coded scales.
-        LAST_SCALE: The code of the largest finite coded scale.
-        SCALE_OFFSETS: CODED_SEARCH: the codes to try, relative to that of amax, in order (`NVFP4_SEARCH_OFFSETS`).
-    """
+    """Quantize `tiles` times ``BLOCKS`` blocks of a slab."""
     part = tl.arange(0, PARTS)
     if BLOCK_COLS == 0:  # one row, of any width
         inner_row, inner_col = part * 0, part * VECTOR

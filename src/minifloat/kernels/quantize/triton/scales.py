@@ -152,30 +152,7 @@ def block_scales(
     LAST_SCALE: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
 ):
-    """Compute the scales of blocks.
-
-    Args:
-        w: float32 magnitudes ``[PARTS, BLOCKS, VECTOR]``, finite; read for SEARCH and CODED_SEARCH.
-        amax: float32 ``[BLOCKS]``.
-        divisor: float32: the global divisor of NVFP4.
-        SCALING: As in `blocks.quantize_blocks`, like all that follow.
-        ZERO_SCALE: As there.
-        BLOCKS: As there.
-        PARTS: As there.
-        VECTOR: As there.
-        LARGEST: As there.
-        EMAX: As there.
-        ELEMENT_MANTISSA: As there.
-        ELEMENT_BIAS: As there.
-        SCALE_MANTISSA: As there.
-        SCALE_BIAS: As there.
-        SCALE_MAX: As there.
-        LAST_SCALE: As there.
-        SCALE_OFFSETS: As there.
-
-    Returns:
-        The stored scales ``[BLOCKS]``: float32, or codes as int32; and the factors that they stand for.
-    """
+    """Compute the scales of blocks."""
     if SCALING == FLOAT_SCALES:
         factor = float_scales(amax, LARGEST)
         stored = factor

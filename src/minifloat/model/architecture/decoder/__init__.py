@@ -63,13 +63,7 @@ _GEMMA4 = (
 
 @dataclass(frozen=True)
 class NativeFamily:
-    """A family that the decoder of CPUs runs; what that of GPUs lacks of its plan, `features.py` says.
-
-    Attributes:
-        architecture: Class of the model in transformers.
-        plan: Turns a config into a plan.
-        fields: Fields of its config that the plan obeys, beside those that all families have.
-    """
+    """A family that the decoder of CPUs runs; what that of GPUs lacks of its plan, `features.py` says."""
 
     architecture: str
     plan: Callable[[Any], DecoderPlan]
@@ -176,14 +170,7 @@ def why_not_type(model_type: str) -> str:
 
 
 def decoder_plan(config: Any) -> DecoderPlan:
-    """Return what a decoder computes for a model.
-
-    Args:
-        config: A `DecoderConfig`, or transformers' config of the text model.
-
-    Raises:
-        NotNative: If no decoder computes exactly what transformers does.
-    """
+    """Return what a decoder computes for a model."""
     reason = why_not_type(config.model_type)
     if reason:
         raise NotNative(reason)

@@ -63,17 +63,7 @@ def rms_norm(config: Any, name: str, size: int | None = None) -> NormPlan:
 
 
 def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: bool) -> RotaryPlan:
-    """Return the rotary embedding of a config.
-
-    Args:
-        config: The config.
-        head_dim: Size of a head.
-        layer_type: Type of the layer, for configs that have an embedding for each type.
-        how: Further fields of the plan.
-
-    Raises:
-        NotNative: If the type of the embedding is another than `ROPE_TYPES`.
-    """
+    """Return the rotary embedding of a config."""
     parameters = config.rope_parameters
     if layer_type is not None and isinstance(parameters.get(layer_type), dict):
         parameters = parameters[layer_type]
@@ -107,14 +97,7 @@ def sliding_window(config: Any, index: int) -> int | None:
 
 
 def attention(config: Any, index: int, *, bias: bool = False, out_bias: bool = False) -> AttentionPlan:
-    """Return attention with one rotary embedding, without norms and window.
-
-    Args:
-        config: The config.
-        index: Index of the layer.
-        bias: Whether q, k and v have biases.
-        out_bias: Whether the projection of the result has one.
-    """
+    """Return attention with one rotary embedding, without norms and window."""
     name, hidden, d = f"{layer_name(index)}.self_attn", int(config.hidden_size), head_size(config)
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
     return AttentionPlan(
@@ -149,11 +132,7 @@ def whole_norms(config: Any, index: int) -> dict[str, Any]:
 
 
 def activation(config: Any, *, gated: bool = True) -> ActivationPlan:
-    """Return the function of a config's MLPs.
-
-    Raises:
-        NotNative: If there is no such function.
-    """
+    """Return the function of a config's MLPs."""
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in ACTIVATIONS:
         raise NotNative(f"its activation is {name!r}, not one of {', '.join(ACTIVATIONS)}")
@@ -194,15 +173,7 @@ def plain_mlp(config: Any, name: str, names: tuple[str, str], *, bias: bool = Fa
 
 
 def experts(config: Any, name: str, count: int, intermediate: int, router: RouterPlan) -> ExpertsPlan:
-    """Return experts that are stored one by one or fused.
-
-    Args:
-        config: The config.
-        name: Name of the module that has the experts.
-        count: Number of experts.
-        intermediate: Columns of the last linear of each.
-        router: What chooses them.
-    """
+    """Return experts that are stored one by one or fused."""
     return ExpertsPlan(
         router=router,
         gate_up=f"{name}.experts.gate_up_proj",
@@ -229,13 +200,7 @@ def pre_norm_layer(
 
 
 def decoder(config: Any, layer: Callable[[Any, int], LayerPlan], norm: NormPlan | None = None) -> DecoderPlan:
-    """Return a model.
-
-    Args:
-        config: The config.
-        layer: Returns the layer of an index.
-        norm: The norm before the last linear; None: an RMS norm.
-    """
+    """Return a model."""
     hidden = int(config.hidden_size)
     return DecoderPlan(
         hidden=hidden,

@@ -16,13 +16,7 @@ class NotNative(Exception):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """A linear.
-
-    Attributes:
-        name: Name of the module.
-        shape: ``(N, K)`` of the weight.
-        has_bias: Whether it adds a bias.
-    """
+    """A linear."""
 
     name: str
     shape: tuple[int, int]
@@ -50,12 +44,7 @@ class NormPlan:
 
     Attributes:
         weight: Name of the weight; None: it is one.
-        shape: Shape of the weight.
-        eps: Epsilon.
         bias: Name of the bias, or None.
-        centered: Whether the mean is subtracted first, as in a layer norm.
-        offset: Added to the stored weight, in float32.
-        factor: Multiplies that.
     """
 
     weight: str | None
@@ -73,16 +62,7 @@ class NormPlan:
 
 @dataclass(frozen=True)
 class RotaryPlan:
-    """A rotary embedding.
-
-    Attributes:
-        parameters: The fields of ``rope_parameters``, sorted by name.
-        head_dim: Size of a head.
-        positions: ``max_position_embeddings``.
-        interleaved: Whether neighbouring dimensions are a pair.
-        partial: Whether the type "default" obeys ``partial_rotary_factor``; all other types do.
-        long: Whether the type "longrope" has the factors of long texts.
-    """
+    """A rotary embedding."""
 
     parameters: tuple[tuple[str, Any], ...]
     head_dim: int
@@ -126,12 +106,7 @@ class AttentionPlan:
     """Attention; fields as in `minifloat.kernels.decoder.Attention`.
 
     Attributes:
-        qkv: Projections whose rows are those of q, k and v, as far as the layer has them, one after the other; with
-            `latent` those of q, or of what ``latent.q_up`` makes q of, and of the latent and the part of keys that
-            turns.
-        out: Projection of the result.
         sinks: Name of the scores ``[heads]`` that take part in the softmax, or None.
-        gated: Whether the rows of q are those of q and of a gate for each head.
     """
 
     heads: int
@@ -165,13 +140,9 @@ class DeltaPlan:
     """A gated delta rule in the place of attention; fields as in `minifloat.kernels.decoder.DeltaNet`.
 
     Attributes:
-        qkvz: Projections whose rows are those of q, k, v and z, one after the other, or `grouped`.
-        ba: Projections whose rows are those of b and a, one after the other, or `grouped`.
-        out: Projection of the result.
         conv: Name of the weight ``[channels, 1, conv_width]`` of the convolution.
         decay: Name of the logarithms ``[v_heads]`` of the decays.
         dt_bias: Name of what is added to a, ``[v_heads]``.
-        norm: The norm of the results of each head.
     """
 
     k_heads: int
@@ -211,13 +182,7 @@ class ActivationPlan:
 
 @dataclass(frozen=True)
 class MlpPlan:
-    """An MLP.
-
-    Attributes:
-        gate_up: Projections whose rows are those of gate and up, one after the other; without a gate those of up.
-        down: Projection of the result.
-        activation: The function.
-    """
+    """An MLP."""
 
     gate_up: tuple[LinearPlan, ...]
     down: LinearPlan
@@ -263,18 +228,10 @@ class ExpertsPlan:
     """An MLP of which each token uses some of many experts.
 
     Attributes:
-        router: What chooses them.
-        gate_up: Name of the gate and up projections of all experts, fused.
-        down: Name of the down projections of all experts, fused.
-        count: Number of experts.
-        shape: ``(intermediate, hidden)``.
-        experts: The experts, where they may be stored one by one; else empty.
         gate_up_bias: Name of the biases ``[experts, 2 * intermediate]``, or None.
         down_bias: Name of the biases ``[experts, hidden]``, or None.
-        activation: The function.
         transposed: Whether fused projections that are not quantized are ``[experts, K, N]``.
         either: Whether these may be so: they are, where their shape is not ``[experts, N, K]``.
-        interleaved: Whether rows of gate and up alternate in the fused projection.
         shared: An MLP that all tokens use besides, or None.
         shared_gate: Name of the weight ``[1, hidden]`` of its gate, or None.
         norms: Norms of their own, where the shared MLP reads another input, or None.
@@ -313,7 +270,6 @@ class LayerInputsPlan:
 
     Attributes:
         table: Name of the table ``[vocab, layers * size]``.
-        table_factor: Multiplies its rows; rounded to the model's dtype first.
     """
 
     table: str
@@ -328,7 +284,6 @@ class LayerPlan:
     """A layer; fields as in `minifloat.kernels.decoder.Layer`.
 
     Attributes:
-        name: Name of the layer's module.
         scalar: Name of what multiplies the residual stream at the end, ``[1]``; None: nothing does.
     """
 
@@ -356,17 +311,7 @@ class DecoderPlan:
     """A model, from token ids to logits.
 
     Attributes:
-        hidden: Size of the residual stream.
-        layers: The layers.
         embedding: Name of the embedding ``[vocab, hidden]``.
-        norm: The norm before `lm_head`.
-        lm_head: The last linear.
-        embedding_factor: Multiplies the rows of the embedding.
-        rounds_embedding_factor: Whether the factor is rounded to the model's dtype first.
-        logits_factor: Multiplies logits.
-        logits_cap: As in `minifloat.kernels.decoder.Decoder`.
-        renamings: Regular expressions and replacements that turn other names on disk into these names.
-        unused: Regular expressions of names of tensors that the text model does not use.
         inputs: What layers read of a token besides the residual stream, or None.
     """
 

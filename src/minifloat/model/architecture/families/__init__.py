@@ -41,9 +41,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
     The row of the config's own ``model_type`` decides. A multimodal model without a row takes the row of its
     ``text_config``, except for the names of modules, which the outer model changes. Any other model gets the general
     rules under the name of its ``model_type``.
-
-    Args:
-        config: The whole content of config.json.
     """
     row = _BY_TYPE.get(str(config.get("model_type")))
     if row is not None:

@@ -33,18 +33,7 @@ _MIB = 1 << 20
 
 
 class PackedCache:
-    """The packed weights of one checkpoint with one set of options, in a folder of such caches.
-
-    Args:
-        folder: The folder; created if it is missing.
-        checkpoint: The open checkpoint.
-        dtype: Dtype of the activations, as the engine's option says.
-        lm_head: Format of the last linear, as the engine's option says.
-
-    Raises:
-        UsageError: If others than the user can write to the folder.
-        StorageError: If the system refuses to create or to open the folder, or to read the checkpoint.
-    """
+    """The packed weights of one checkpoint with one set of options, in a folder of such caches."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, *, dtype: str | None, lm_head: str) -> None:
         options = {"dtype": dtype, "lm_head": lm_head}
@@ -61,12 +50,7 @@ class PackedCache:
         os.close(self._folder)
 
     def map(self) -> Container:
-        """Return the file if its header fits; its weights are not verified yet.
-
-        Raises:
-            FileNotFoundError: If there is none.
-            UnusableCache: If it does not fit.
-        """
+        """Return the file if its header fits; its weights are not verified yet."""
         return read(self._folder, self._name, self._stated)
 
     def load(self) -> Container | None:
@@ -131,17 +115,7 @@ _ahead: _Ahead | None = None
 
 
 def begin(folder: Path, model: Path, *, dtype: str | None, lm_head: str) -> bool:
-    """Begin to verify the packed weights that `PackedCache.load` will return, and return whether there are any.
-
-    Args:
-        folder: As for `PackedCache`.
-        model: The folder of the checkpoint.
-        dtype: As for `PackedCache`.
-        lm_head: As for `PackedCache`.
-
-    Raises:
-        UsageError: As `PackedCache`.
-    """
+    """Begin to verify the packed weights that `PackedCache.load` will return, and return whether there are any."""
     global _ahead
     try:
         with (
@@ -157,11 +131,7 @@ def begin(folder: Path, model: Path, *, dtype: str | None, lm_head: str) -> bool
 
 
 def _verified_ahead(cache: PackedCache) -> Container | None:
-    """Return the container that `begin` verified for a cache; None if there is none.
-
-    Raises:
-        UnusableCache: If it is damaged.
-    """
+    """Return the container that `begin` verified for a cache; None if there is none."""
     global _ahead
     with _lock:
         ahead, _ahead = _ahead, None

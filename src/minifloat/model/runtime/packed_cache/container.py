@@ -50,8 +50,6 @@ class Contents:
     """One entry to write.
 
     Attributes:
-        kind: "packed", or the dtype of a tensor.
-        shape: ``(N, K)`` of a weight, or the shape of a tensor.
         data: Its bytes.
     """
 
@@ -75,9 +73,6 @@ class Container:
     """A mapped file whose header fits; `verify` checks the rest.
 
     Attributes:
-        map: The whole file, read-only and shared between all processes that map it.
-        entries: The entries by name.
-        start: First byte after the header.
         digest: Digest of the bytes from there on.
     """
 
@@ -92,11 +87,7 @@ class Container:
         return len(self.map)
 
     def verify(self) -> None:
-        """Read all weights, which also maps their pages.
-
-        Raises:
-            UnusableCache: If a byte of them differs from what was written.
-        """
+        """Read all weights, which also maps their pages."""
         hasher = new_hasher(parallel=True)
         with memoryview(self.map) as view, view[self.start :] as data:
             hasher.update(data)
@@ -105,18 +96,7 @@ class Container:
 
 
 def read(folder: int, name: str, expected: Mapping[str, Any]) -> Container:
-    """Map a file.
-
-    Args:
-        folder: Descriptor of its folder.
-        name: Its name.
-        expected: What the header must say, by key.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        UnusableCache: If it was made by another version, from another checkpoint or with other options, if it is
-            damaged or incomplete, or if others can write to it.
-    """
+    """Map a file."""
     try:
         opened = open_file(folder, name)
         if isinstance(opened, str):
@@ -144,17 +124,7 @@ def read(folder: int, name: str, expected: Mapping[str, Any]) -> Container:
 
 
 def write(folder: int, name: str, stated: Mapping[str, Any], contents: Mapping[str, Contents]) -> int:
-    """Write a file, and return its bytes.
-
-    Args:
-        folder: Descriptor of its folder.
-        name: Its name; a file of this name is replaced.
-        stated: What the header says besides the entries, by key; JSON values.
-        contents: The entries by name.
-
-    Raises:
-        OSError: If the system refuses; no file is left then.
-    """
+    """Write a file, and return its bytes."""
     hasher, places, offset = new_hasher(parallel=True), {}, 0
     views = {key: byte_view(item.data) for key, item in contents.items()}
     for key, view in views.items():

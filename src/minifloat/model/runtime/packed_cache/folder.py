@@ -17,12 +17,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_folder(folder: Path) -> int:
-    """Return a descriptor of the folder of packed caches, which is created, for its owner only, if it is missing.
-
-    Raises:
-        UsageError: If others can write to the folder, or can replace it because they can write to a folder above it.
-        StorageError: If the system refuses to create or to open it.
-    """
+    """Return a descriptor of the folder of packed caches, which is created, for its owner only, if it is missing."""
     if not hasattr(os, "geteuid"):
         raise UsageError("packed_cache: needs a system with owners and modes of files, as Linux and macOS have")
     with storage_errors(folder, "create the folder of packed caches"):
@@ -46,12 +41,7 @@ def open_folder(folder: Path) -> int:
 
 
 def open_file(folder: int, name: str) -> tuple[int, os.stat_result] | str:
-    """Return a descriptor of a file in the folder, which is no link, and its status; or why the file is not used.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        OSError: If the system refuses, or the file is a link.
-    """
+    """Return a descriptor of a file in the folder, which is no link, and its status; or why the file is not used."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     status = os.fstat(descriptor)
     reason = why_unsafe(status) if stat.S_ISREG(status.st_mode) else "is no regular file"
@@ -62,12 +52,7 @@ def open_file(folder: int, name: str) -> tuple[int, os.stat_result] | str:
 
 
 def why_unsafe(status: os.stat_result, *, sticky: bool = False) -> str:
-    """Return why somebody other than the user and root can change a file or folder; empty if nobody can.
-
-    Args:
-        status: Its status.
-        sticky: Whether others may create files in it, but not replace those of the user.
-    """
+    """Return why somebody other than the user and root can change a file or folder; empty if nobody can."""
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to user {status.st_uid}, neither to user {os.geteuid()} nor to root"
     if status.st_mode & _OTHERS_WRITE and not sticky:

@@ -20,11 +20,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the identity of an open checkpoint, as JSON values.
-
-    Raises:
-        StorageError: If the system refuses a read.
-    """
+    """Return the identity of an open checkpoint, as JSON values."""
     hasher = new_hasher()
     described = [checkpoint.config, checkpoint.quantization_config]
     tensors = [[info.name, info.dtype, info.shape, info.shard, info.offset] for info in checkpoint.tensors.values()]

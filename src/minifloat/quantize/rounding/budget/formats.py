@@ -37,14 +37,7 @@ _LARGE = (1 << 16, 1 << 16)
 
 @dataclass(frozen=True)
 class Formats:
-    """What a mixture may consist of.
-
-    Attributes:
-        scheme: The cheapest format.
-        groups: The groups, each with the formats that it may have.
-        engines: Names of the engines, or the target, that load the mixture.
-        refused: Names of formats that they do not load in it.
-    """
+    """What a mixture may consist of."""
 
     scheme: Scheme
     groups: Groups
@@ -55,19 +48,7 @@ class Formats:
 def find_formats(
     checkpoint: Checkpoint, planner: Planner, scheme: Scheme | None, user: Sequence[Override], target: str | None
 ) -> Formats:
-    """Return the formats that may be mixed.
-
-    Args:
-        checkpoint: The source.
-        planner: Makes plans.
-        scheme: The cheapest format; None: the cheapest weight-only scheme that the shapes and the engines allow.
-        user: Overrides whose modules keep their format.
-        target: Where the output is to run; None: in minifloat, transformers and vLLM, on some machine.
-
-    Raises:
-        UsageError: `scheme` quantizes inputs, or no scheme suits the model and the target.
-        TensorError: `scheme` does not suit a tensor.
-    """
+    """Return the formats that may be mixed."""
     if scheme is not None and scheme.activation is not None:
         names = ", ".join(candidate.name for candidate in _weight_only())
         raise UsageError(f"a budget mixes formats of weights alone ({names}), and {scheme.name} quantizes inputs too")
@@ -124,12 +105,7 @@ def _limited(group: Group, allowed: Sequence[Scheme | None]) -> Group:
 
 
 class _Loading:
-    """Says which engines load a plan.
-
-    Args:
-        checkpoint: The source.
-        target: The only engine and machine; None: all engines of `_ENGINES`.
-    """
+    """Says which engines load a plan."""
 
     def __init__(self, checkpoint: Checkpoint, target: str | None) -> None:
         self._checkpoint = checkpoint
@@ -189,15 +165,7 @@ def _cheapest(
 
 @dataclass(frozen=True)
 class _Trial:
-    """Tries formats in plans.
-
-    Attributes:
-        planner: Makes plans.
-        base: The cheapest format.
-        user: Overrides of the user.
-        loads: Whether a plan loads where it must.
-        groups: The groups, with all formats that their shapes allow.
-    """
+    """Tries formats in plans."""
 
     planner: Planner
     base: Scheme

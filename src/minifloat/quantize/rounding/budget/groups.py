@@ -29,7 +29,6 @@ class Option:
 
     Attributes:
         scheme: The format; None: the weights are kept as they are.
-        nbytes: Bytes of the group's codes and scales, or weights.
     """
 
     scheme: Scheme | None
@@ -38,15 +37,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that share a format.
-
-    Attributes:
-        name: Name of the fused layer, of the block of experts, or of the module.
-        modules: Names of its modules in the source, which overrides match.
-        parts: Names of its linears in the output.
-        weights: Number of its weights.
-        options: Its formats, the cheapest first.
-    """
+    """Weights that share a format."""
 
     name: str
     modules: tuple[str, ...]
@@ -57,15 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a model, and what lies outside of them.
-
-    Attributes:
-        groups: The groups.
-        names: Names of all modules that overrides could match.
-        fixed_bytes: Bytes of the output outside of the groups.
-        counted_weights: Number of weights that `Budget.bits` counts.
-        counted_bytes: Bytes of these weights outside of the groups.
-    """
+    """The groups of a model, and what lies outside of them."""
 
     groups: tuple[Group, ...]
     names: tuple[str, ...]
@@ -81,14 +64,7 @@ class Groups:
 def find_groups(
     plan: QuantizationPlan, schemes: Sequence[Scheme], user: Sequence[Override], *, experts_together: bool = False
 ) -> Groups:
-    """Return the groups of a plan.
-
-    Args:
-        plan: The plan in the cheapest format, with the overrides of `user`.
-        schemes: The formats; the first is that of the plan.
-        user: Overrides whose modules are in no group.
-        experts_together: Whether the experts of all layers are one group.
-    """
+    """Return the groups of a plan."""
     members: dict[str, list[TensorPlan]] = {}
     counted_weights = counted_bytes = 0
     for tensor in plan.tensors:

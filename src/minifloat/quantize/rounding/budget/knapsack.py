@@ -18,12 +18,7 @@ _LARGEST_TABLE = 1 << 16
 
 
 class Frontier:
-    """The choices with the least damage.
-
-    Args:
-        costs: For each group the cost of each option in bytes, 0 or more.
-        damages: For each group the damage of each option; damages of groups add up.
-    """
+    """The choices with the least damage."""
 
     def __init__(self, costs: Sequence[Sequence[int]], damages: Sequence[Sequence[float]]) -> None:
         self._lowest = [min(of_group) for of_group in costs]

@@ -1,10 +1,10 @@
 """`round_within_budget`: choose a format for each group of weights by measured damage, and round in this mixture.
 
 The model is first rounded in the cheapest format. During this run, the damage of each group is measured as a KL
-divergence (`minifloat.quantize.rounding.damage`). In another format, the damage is smaller by the ratio of the errors of the
-group's outputs. The damages of groups are taken to add up to the divergence of the whole model. `knapsack.Frontier`
-chooses the formats, and the model is rounded once more from the original weights, so that every group makes up for the
-errors of those before it as they now are. A method that trains does so in the mixture only.
+divergence (`minifloat.quantize.rounding.damage`). In another format, the damage is smaller by the ratio of the errors
+of the group's outputs. The damages of groups are taken to add up to the divergence of the whole model.
+`knapsack.Frontier` chooses the formats, and the model is rounded once more from the original weights, so that every
+group makes up for the errors of those before it as they now are. A method that trains does so in the mixture only.
 
 With a bound on the KL divergence, the second run may miss it, because damages do not quite add up. Then the formats are
 chosen again with damages that are larger in proportion, at most `_ATTEMPTS` times.
@@ -48,9 +48,7 @@ class MeasuredMixture:
     """A mixture of formats in which the model was rounded.
 
     Attributes:
-        bits: Bits per weight.
         kl: KL divergence on held-out text, in nats per token.
-        predicted: The divergence that the measured damages predicted.
     """
 
     bits: float
@@ -63,15 +61,8 @@ class WithinBudget:
     """A model that was rounded within a budget.
 
     Attributes:
-        plan: The formats of all weights.
-        model: The output tensors, and how they were made.
-        budget: The budget.
-        formats: The formats that could be mixed.
         chosen: The format of each group; None: kept as it is.
         damages: For each group the damage of each of its options, in nats per token.
-        frontier: Bits per weight, and the least KL divergence that the damages predict.
-        measured: The mixtures in which the model was rounded, the cheapest format everywhere first.
-        tokens: Held-out tokens on which damages were measured.
     """
 
     plan: QuantizationPlan
@@ -153,27 +144,7 @@ def round_within_budget(
     work_dir: Path,
     progress: Progress | None = None,
 ) -> Iterator[WithinBudget]:
-    """Round a model in the mixture of formats with the least damage within a budget.
-
-    Args:
-        checkpoint: The original model.
-        planner: Makes plans.
-        budget: The budget; `require_feasible` accepted it.
-        formats: The formats that may be mixed.
-        user: Overrides of the user.
-        kept: The text that statistics come from.
-        held_out: Other text, on which damages and the divergence are measured.
-        options: Method, folding, device.
-        work_dir: Path of the folder of the first run; the other runs append a number.
-        progress: Called after each sequence of each pass over a layer.
-
-    Raises:
-        UsageError: The budget needs every weight in 16 bits, or the layers cannot be run one at a time.
-        DataError: A token id is beyond the vocabulary.
-        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
-        SingularHessianError: The inputs of a linear allow no error compensation.
-        StorageError: The system refused to read or write.
-    """
+    """Round a model in the mixture of formats with the least damage within a budget."""
     groups = formats.groups
     request = GroupsToMeasure(
         {group.name: group.parts for group in groups.groups},
@@ -224,11 +195,7 @@ def _report(progress: Progress, run: int, done: int, total: int, what: str) -> N
 
 
 def require_feasible(budget: Budget, groups: Groups) -> None:
-    """Refuse a budget of bits or bytes that no mixture meets, or that quantizes nothing.
-
-    Raises:
-        UsageError: The message names the nearest budget.
-    """
+    """Refuse a budget of bits or bytes that no mixture meets, or that quantizes nothing."""
     allowed = allowed_bytes(budget, groups)
     if allowed is None:
         return
@@ -276,15 +243,7 @@ def _name(scheme: Scheme | None) -> str:
 
 @dataclass
 class _Search:
-    """The damages, and the choices that they lead to.
-
-    Attributes:
-        budget: The budget.
-        groups: The groups.
-        first: The model in the cheapest format, with the damage of each group.
-        scheme: The cheapest format.
-        measured: The mixtures that were rounded.
-    """
+    """The damages, and the choices that they lead to."""
 
     budget: Budget
     groups: Groups
@@ -317,11 +276,7 @@ class _Search:
             self._aim = min(self._aim, _MARGIN * predicted / kl)
 
     def choose(self) -> list[int] | None:
-        """Return the next choice; None: the last one stays.
-
-        Raises:
-            UsageError: A bound on the KL divergence is so small that nothing would be quantized.
-        """
+        """Return the next choice; None: the last one stays."""
         if self.budget.max_kl is None:
             if len(self.measured) > 1:
                 return None

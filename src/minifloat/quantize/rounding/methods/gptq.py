@@ -35,16 +35,7 @@ class Gptq:
 
 
 def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[Tensor]:
-    """Round weights column by column with feedback.
-
-    Args:
-        target: The weights to approximate, below each other, float32 ``[sum of N_i, K]``.
-        grids: Scales of each weight; all of one storage format.
-        feedback: From the Hessian of their inputs.
-
-    Returns:
-        For each weight uint8 codes ``[N_i, K]``, one per byte.
-    """
+    """Round weights column by column with feedback."""
     order = feedback.order
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))

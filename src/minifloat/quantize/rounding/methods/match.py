@@ -43,12 +43,7 @@ class Match:
 
 
 def matched(weight: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, float]]:
-    """Return the weight whose outputs on X match the original outputs on Xf, and the factor of its change.
-
-    Args:
-        weight: float32 ``[N, K]``.
-        inputs: Of the weight. Without held-out rows the drift counts by the tokens per column.
-    """
+    """Return the weight whose outputs on X match the original outputs on Xf, and the factor of its change."""
     statistics, held_out = inputs.statistics, inputs.held_out
     lacking = statistics.output_drift
     if statistics.drift is not None:
@@ -62,14 +57,7 @@ def matched(weight: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, float]]:
 
 
 def _factor(step: Tensor, error: Tensor | None, held_out: Rows | None, tokens: int) -> float:
-    """Return the factor from 0 to 1 of a change of the weight that removes most of an error of outputs.
-
-    Args:
-        step: float32 ``[N, K]``, the change.
-        error: float32 ``[T, N]``, the error of the outputs on held-out text; None: there is none.
-        held_out: The held-out inputs.
-        tokens: Tokens that `step` was estimated from.
-    """
+    """Return the factor from 0 to 1 of a change of the weight that removes most of an error of outputs."""
     if error is None or held_out is None:
         columns = step.shape[1]
         return tokens / (tokens + TOKENS_PER_COLUMN * columns)

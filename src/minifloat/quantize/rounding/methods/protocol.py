@@ -18,7 +18,6 @@ class Inputs:
     """What is known about the input that some linears share.
 
     Attributes:
-        statistics: Second moments over the calibration text.
         feedback: From the Hessian of `statistics`; None for a method that needs no data.
         held_out: float32 rows of text that is in no statistic; None: there are none.
     """
@@ -40,7 +39,6 @@ class Rounded:
 
     Attributes:
         codes: For each weight uint8 ``[N, K]``, one per byte.
-        details: Figures for the report, as JSON values.
     """
 
     codes: list[Tensor]

@@ -30,26 +30,14 @@ _HIDDEN_KEPT, _INNER_KEPT = 16, 4
 
 @dataclass(frozen=True)
 class TuneCost:
-    """What tuning needs.
-
-    Attributes:
-        weights: Number of weights that are trained.
-        nbytes: Bytes of memory, the model included; activations are estimated.
-    """
+    """What tuning needs."""
 
     weights: int
     nbytes: int
 
 
 def tune_cost(checkpoint: Checkpoint, plan: QuantizationPlan, dtype: torch.dtype, longest: int) -> TuneCost:
-    """Return the memory that tuning a plan needs.
-
-    Args:
-        checkpoint: The original model.
-        plan: What each weight is quantized to.
-        dtype: In which the model runs.
-        longest: Tokens of the longest sequence.
-    """
+    """Return the memory that tuning a plan needs."""
     itemsize = dtype.itemsize
     model = sum(math.prod(info.shape) for info in checkpoint.tensors.values()) * itemsize
     weights = sum(math.prod(part.shape) for tensor in plan.tensors for part in tensor.parts)
@@ -65,11 +53,7 @@ def tune_cost(checkpoint: Checkpoint, plan: QuantizationPlan, dtype: torch.dtype
 
 
 def require_memory(cost: TuneCost, device: str | torch.device, max_memory: int | None) -> None:
-    """Refuse to tune where the memory is too small.
-
-    Raises:
-        UsageError: More bytes are needed than are available, or than `max_memory`.
-    """
+    """Refuse to tune where the memory is too small."""
     available = available_memory(device)
     _LOG.info("tuning trains %s weights in %s bytes of memory on %s", f"{cost.weights:,}", f"{cost.nbytes:,}", device)
     limit = available if max_memory is None else min(available, max_memory)

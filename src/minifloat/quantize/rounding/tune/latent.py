@@ -31,9 +31,6 @@ class Cells:
 
     Attributes:
         lower: float32, one entry per code: the lower end, or NaN where the code is no number.
-        upper: float32, likewise: the upper end.
-        step: float32, likewise: the width.
-        top: Upper end of the outermost cell. Larger values are clamped to the largest code.
     """
 
     lower: Tensor
@@ -59,16 +56,8 @@ def cells(element: ElementFormat) -> Cells:
 class LatentWeight:
     """A quantized weight that can be trained.
 
-    Args:
-        quantized: Codes to start from, and scales.
-        weight: The weight that was quantized, ``[N, K]``, any floating dtype.
-        device: Where the latents are.
-
     Attributes:
         values: The latents, float32 ``[N, K]``, in units of the scale; a leaf that requires a gradient.
-        scales: The scale grid, float32.
-        step: Mean width of the cells of the first codes, in units of the scale.
-        top: Largest magnitude of a latent.
     """
 
     def __init__(self, quantized: QuantizedTensor, weight: Tensor, device: torch.device) -> None:

@@ -28,24 +28,7 @@ def tune(
     options: TuneOptions,
     progress: Progress | None = None,
 ) -> LayerResult:
-    """Train codes and norms against the original logits, and return the best state on held-out text.
-
-    Args:
-        model: Opens the original model.
-        plan: What each weight is quantized to.
-        rounded: The codes to start from; they stay if no step gives better ones.
-        kept: The sequences to train on.
-        held_out: Other sequences, which choose the best state.
-        options: Steps, rates, seed.
-        progress: Called after each step.
-
-    Returns:
-        The output tensors that change, and the record: `held_out`, `weights` and `tuning` as `RoundedModel` reads them.
-
-    Raises:
-        CheckpointError: The model cannot be loaded.
-        StorageError: The system refused to read.
-    """
+    """Train codes and norms against the original logits, and return the best state on held-out text."""
 
     def report(step: int, text: str) -> None:
         if progress is not None:

@@ -27,15 +27,7 @@ from minifloat.quantize.rounding.tune.latent import LatentWeight
 
 @dataclass(frozen=True)
 class _Composition:
-    """A parameter of the model that is put together from latents.
-
-    Attributes:
-        assignment: Which tensors of the checkpoint it is made of.
-        base: The parameter with the weights that are not tuned.
-        infos: The tensors of the checkpoint.
-        parts: Source tensor and part of each latent.
-        latents: The latents.
-    """
+    """A parameter of the model that is put together from latents."""
 
     assignment: Assignment
     base: Tensor
@@ -62,19 +54,7 @@ class _Composition:
 
 
 class Student:
-    """A model whose quantized weights and norms can be trained.
-
-    Args:
-        model: Opens the original model; its weights are loaded here.
-        plan: What each weight is quantized to.
-        rounded: The codes to start from.
-
-    Attributes:
-        model: The original model, in eval mode; its parameters require no gradient.
-        latents: The latent weights by module.
-        weights: The weights that were quantized, as views in memory or in float32, by module.
-        norms: The weights of norms, float32 leaves that require a gradient, by name in the checkpoint.
-    """
+    """A model whose quantized weights and norms can be trained."""
 
     def __init__(self, model: CalibrationModel, plan: QuantizationPlan, rounded: RoundedModel) -> None:
         loader = model.loader()

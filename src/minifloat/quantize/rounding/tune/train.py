@@ -34,14 +34,7 @@ _WARM_UP, _LAST_RATE = 0.05, 0.05
 
 @dataclass(frozen=True)
 class Best:
-    """The state with the smallest divergence on held-out text so far.
-
-    Attributes:
-        step: Steps before it; 0 is the state before tuning, for which nothing else is kept.
-        divergence: Of that state.
-        weights: The quantized weights by module.
-        norms: The weights of norms by name in the checkpoint.
-    """
+    """The state with the smallest divergence on held-out text so far."""
 
     step: int
     divergence: KLMeans
@@ -51,14 +44,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Training:
-    """The result of a training.
-
-    Attributes:
-        first: Divergence on held-out text before the first step.
-        best: The best state.
-        history: Step and KL of each measurement on held-out text.
-        stopped: Why it ended before its last step; empty if it did not.
-    """
+    """The result of a training."""
 
     first: KLMeans
     best: Best
@@ -67,15 +53,7 @@ class Training:
 
 
 class Trainer:
-    """One training of a student.
-
-    Args:
-        student: The model.
-        kept: The sequences to train on.
-        held_out: Other sequences, which choose the best state.
-        options: Steps, rates, seed.
-        report: Called with the steps done and a text after each step.
-    """
+    """One training of a student."""
 
     def __init__(
         self,

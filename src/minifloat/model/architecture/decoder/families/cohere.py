@@ -77,11 +77,7 @@ def nemotron(config: Any) -> DecoderPlan:
 
 
 def stablelm(config: Any) -> DecoderPlan:
-    """Return the plan of a StableLM.
-
-    Raises:
-        NotNative: If its heads have norms, each with a module of its own.
-    """
+    """Return the plan of a StableLM."""
     if config.qk_layernorm:
         raise NotNative("each of its heads has a norm of its own (qk_layernorm)")
 

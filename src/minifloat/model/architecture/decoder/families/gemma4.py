@@ -27,11 +27,7 @@ _OF_LAYERS = {"head_dim", "num_key_value_heads"}
 
 
 def gemma4(config: Any) -> DecoderPlan:
-    """Return the plan of a Gemma 4's text model.
-
-    Raises:
-        NotNative: If all tokens see those after them, or layers differ in more than their heads.
-    """
+    """Return the plan of a Gemma 4's text model."""
     if config.use_bidirectional_attention == "all":
         raise NotNative("its tokens see those after them (use_bidirectional_attention)")
     others = set(getattr(config, "per_layer_attributes", None) or ()) - _OF_LAYERS
@@ -153,9 +149,6 @@ def _inputs(config: Any) -> LayerInputsPlan | None:
 
     transformers multiplies the projection by ``hidden ** -0.5`` before its norm; a norm of x times a factor is the norm
     of x with an epsilon that is divided by the square of the factor.
-
-    Raises:
-        NotNative: If its table has other rows than the embedding.
     """
     size, hidden = int(config.hidden_size_per_layer_input or 0), int(config.hidden_size)
     if not size:

@@ -125,13 +125,7 @@ def _experts_of(config: Any) -> int:
 
 
 def experts_in_groups(config: Any, index: int, *, dense: bool | None = None) -> MlpPlan | ExpertsPlan:
-    """Return the experts of a layer behind a router in groups, or its MLP.
-
-    Args:
-        config: The config.
-        index: Index of the layer.
-        dense: Whether it has an MLP; None: whether it is one of the first layers, as ``first_k_dense_replace`` says.
-    """
+    """Return the experts of a layer behind a router in groups, or its MLP."""
     name = f"{parts.layer_name(index)}.mlp"
     if index < config.first_k_dense_replace if dense is None else dense:
         return parts.mlp(config, name, int(config.intermediate_size))

@@ -73,11 +73,7 @@ def qwen3_vl_moe(config: Any) -> DecoderPlan:
 
 
 def olmoe(config: Any) -> DecoderPlan:
-    """Return the plan of an OLMoE: norms of q and k over all heads.
-
-    Raises:
-        NotNative: If q, k and v are clipped, which is done after the norms.
-    """
+    """Return the plan of an OLMoE: norms of q and k over all heads."""
     if config.clip_qkv is not None:
         raise NotNative("it clips q and k after their norms (clip_qkv)")
 

@@ -50,16 +50,7 @@ def qwen3_5_moe(config: Any) -> DecoderPlan:
 
 
 def _decoder(config: Any, mlp: Any, *, grouped: bool = False) -> DecoderPlan:
-    """Return a model.
-
-    Args:
-        config: The config.
-        mlp: Returns the MLP of the layer of an index.
-        grouped: Whether the projections of the delta rule are ordered by key head.
-
-    Raises:
-        NotNative: If no layer has attention, or a layer is of a type that is not known.
-    """
+    """Return a model."""
     if "full_attention" not in config.layer_types:
         raise NotNative("none of its layers has attention")
 
@@ -90,12 +81,7 @@ def _attention(config: Any, index: int) -> AttentionPlan:
 
 
 def _delta(config: Any, index: int, *, grouped: bool) -> DeltaPlan:
-    """Return the gated delta rule of a layer.
-
-    Raises:
-        NotNative: If its activation is not SiLU.
-        ValueError: If the config has sizes that make no such layer.
-    """
+    """Return the gated delta rule of a layer."""
     if config.hidden_act not in ("silu", "swish"):
         raise NotNative(f"the convolutions of its delta rule have the activation {config.hidden_act!r}, not 'silu'")
     name, hidden = f"{parts.layer_name(index)}.linear_attn", int(config.hidden_size)
