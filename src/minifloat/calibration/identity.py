@@ -39,7 +39,8 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelIdentity:
-        """Return the identity of an open checkpoint; the plain view of a quantized one has that of the quantized one."""
+        """Return the identity of an open checkpoint; the plain view of a quantized one has that of the quantized one.
+        """
         if isinstance(checkpoint, DecodedCheckpoint):
             checkpoint = checkpoint.stored
         infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
