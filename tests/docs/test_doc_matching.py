@@ -13,6 +13,8 @@ from doc_matching import DEFAULT_TOLERANCE, difference, tolerance
         ("a  b\n\n0.03 s.", "a b\n99.2 s.\n"),
         ("KL 0.0512 [0.0485, 0.0546]", "KL 0.0508 [0.0484, 0.0540]"),
         ("+0.77% [-0.46, 0.63]", "+0.75% [-0.44, 0.66]"),
+        ("-0.11% [-0.34, 0.12]  0.0031", "-0.15% [-0.40, 0.03]  0.0030"),
+        ("+0.02%, 95.8%", "-0.03%, 95.9%"),
         ("1.5e-05", "1.7e-05"),
         ("first\n...\nlast", "first\nx\ny\nlast"),
         ("...\nWritten", "x\nWritten"),
@@ -33,6 +35,8 @@ def test_the_same(shown: str, printed: str) -> None:
         ("PASSED", "FAILED"),
         ("KL 0.0512", "KL 0.0712"),
         ("+0.77%", "-0.77%"),
+        ("-0.11%  0.0031", "-0.15%  0.0041"),
+        ("amax 324", "amax 322"),
         ("first\n...\nlast", "first\nlast\nx"),
         ("...\nmissing\n...", "x\ny"),
         ("a", "a\nb"),
@@ -49,6 +53,7 @@ def test_not_the_same(shown: str, printed: str) -> None:
 def test_a_stated_tolerance() -> None:
     assert difference("about 31,000 of 10.0", "about 34,000 of 8.1", tolerance("within 20%")) is None
     assert difference("about 31,000", "about 42,000", tolerance("within 20%")) is not None
+    assert difference("amax 324", "amax 322", tolerance("within 5%")) is None
     assert difference("fp8  28.69  34.9", "fp8  1.0  2", tolerance("vary")) is None
     assert difference("fp8  28.69", "bf16  28.69", tolerance("vary")) is not None
     assert tolerance("") == DEFAULT_TOLERANCE

@@ -1,9 +1,9 @@
 """Compare the output that a page shows with the output of its command.
 
-Words have to be equal. A number with a decimal point may differ by 5% or by 3 units of the last digit that the page
-shows, because processors add BF16 products in another order; an integer has to be equal. Times, rates, ids, dates are
-not compared. A line ``...`` stands for any lines, ``...`` at the end of a line for its rest. The width of columns does
-not count.
+Words and integers have to be equal. Processors add BF16 products in another order, so that a number with a decimal
+point may differ by 5% or by 3 units of the last digit that the page shows, and in a line with percentages by 0.15 of
+them. Times, rates, ids, dates are not compared. A line ``...`` stands for any lines, ``...`` at the end of a line for
+its rest. The width of columns does not count.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class Tolerance:
     Attributes:
         relative: Largest difference, as a part of the page's number.
         units: The same, in units of the last digit that the page shows; the larger counts.
+        points: The same, for numbers of one or two decimals in a line with percentages, in percentage points.
         integers: Whether integers may differ too.
         vary: Whether any number will do.
     """
 
     relative: float = 0.05
     units: int = 3
+    points: float = 0.15
     integers: bool = False
     vary: bool = False
 
@@ -70,15 +72,18 @@ def normalized(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
-def _same_number(shown: str, printed: str, allowed: Tolerance) -> bool:
+def _same_number(shown: str, printed: str, allowed: Tolerance, *, percentages: bool) -> bool:
     if shown == printed or allowed.vary:
         return True
     if re.fullmatch(r"[-+]?[\d,]+", shown) and not allowed.integers:
         return False
     a, b = (float(number.replace(",", "")) for number in (shown, printed))
     mantissa, _, exponent = shown.replace(",", "").partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    return abs(a - b) <= max(allowed.relative * abs(a), allowed.units * unit) * (1 + 1e-9)
+    decimals = len(mantissa.partition(".")[2])
+    largest = max(allowed.relative * abs(a), allowed.units * 10.0 ** (int(exponent or 0) - decimals))
+    if percentages and decimals in (1, 2):
+        largest = max(largest, allowed.points)
+    return abs(a - b) <= largest * (1 + 1e-9)
 
 
 def same_line(shown: str, printed: str, allowed: Tolerance = DEFAULT_TOLERANCE) -> bool:
@@ -93,7 +98,7 @@ def same_line(shown: str, printed: str, allowed: Tolerance = DEFAULT_TOLERANCE) 
     if _NUMBER.sub("0", shown) != _NUMBER.sub("0", printed):
         return False
     pairs = zip_longest(_NUMBER.findall(shown), _NUMBER.findall(printed), fillvalue="")
-    return all(_same_number(a, b, allowed) for a, b in pairs)
+    return all(_same_number(a, b, allowed, percentages="%" in shown) for a, b in pairs)
 
 
 def _words(line: str) -> list[str]:
