@@ -39,8 +39,7 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelIdentity:
-        """Return the identity of an open checkpoint; the plain view of a quantized one has that of the quantized one.
-        """
+        """Return the identity of an open checkpoint; a plain view has that of the quantized checkpoint below it."""
         if isinstance(checkpoint, DecodedCheckpoint):
             checkpoint = checkpoint.stored
         infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)

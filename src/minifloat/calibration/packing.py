@@ -51,8 +51,7 @@ class Reading:
         self.digest = hashlib.sha256()
 
     def sequences(self, seq_len: int, *, packing: bool) -> Iterator[tuple[int, ...]]:
-        """Yield sequences of token ids until the text ends, each with BOS first if the tokenizer begins texts with BOS.
-        """
+        """Yield sequences of token ids until the text ends, each with BOS first if the tokenizer adds BOS."""
         prefix, documents = sequence_prefix(self.tokenizer), self._documents(end=packing)
         return _pack(documents, prefix, seq_len) if packing else _truncate(documents, prefix, seq_len)
 

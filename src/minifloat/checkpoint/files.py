@@ -175,8 +175,7 @@ def list_folder(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Replace a file atomically: the block writes a temporary file, which is synced and renamed to `path` at the end.
-    """
+    """Replace a file atomically: the block writes a temporary file, which is then synced and renamed to `path`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path, "write"):
         try:

@@ -25,8 +25,7 @@ _ONE = 0x3F80
 
 
 def measure_product_rate(threads: int | None = None) -> float:
-    """Return floating-point operations per second of a product ``[1024, 1024]' x [1024, 1024]``, all threads together.
-    """
+    """Return operations per second of a product ``[1024, 1024]' x [1024, 1024]``, all threads together."""
     product = _native_product(threads or _threads()) or _numpy_product()
     best = float("inf")
     for _ in range(_REPEATS):

@@ -181,8 +181,7 @@ def sign_of(bits):
 
 @triton.jit
 def float_scales(amax, LARGEST: tl.constexpr):
-    """Compute float32 scales as `scale.float_scales` does: amax over the largest element; NaN and Inf stay as they are.
-    """
+    """Compute float32 scales as `scale.float_scales` does: amax over the largest element; NaN and Inf stay."""
     bits = bits_of(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))) & MAGNITUDE
     scale = float_of(tl.maximum(bits, _MIN_NORMAL_BITS))
     return tl.where(amax == 0.0, _EPSILON, scale)

@@ -46,8 +46,7 @@ def _refuse_single_experts(source: DecodedCheckpoint, modules: Sequence[str]) ->
 def dropped_tensors(
     source: Checkpoint, pool: ThreadPoolExecutor, digest: Callable[[Checkpoint, TensorInfo], str]
 ) -> tuple[TensorReport, ...]:
-    """Return the report of the source's tensors that have no place in the output: scales of inputs and of the KV cache.
-    """
+    """Return the report of tensors that have no place in the output: scales of inputs and of the KV cache."""
     if not isinstance(source, DecodedCheckpoint):
         return ()
     futures = [(info, pool.submit(digest, source.stored, info)) for info in source.dropped]

@@ -79,8 +79,7 @@ def engine_tags(reports: Reports) -> list[str]:
 
 
 def library_name(reports: Reports) -> str:
-    """Return the library in a card's metadata, which hubs show with a snippet: transformers only if it loads the model.
-    """
+    """Return the library that hubs show a snippet for: transformers only if it loads the model."""
     return "transformers" if loads_in(reports["transformers"]) else "minifloat"
 
 

@@ -104,8 +104,7 @@ class Predictor:
         return cls(str(model), str(folder), loaded, nbytes, checkpoint=checkpoint, kv_scales=scales)
 
     def headers(self) -> Checkpoint:
-        """Return the closed checkpoint of the model's folder: its config and the names, shapes and dtypes of tensors.
-        """
+        """Return the closed checkpoint of the model's folder: config, and names, shapes and dtypes of tensors."""
         if self.checkpoint is None:
             with Checkpoint.open(self.folder) as checkpoint:
                 return checkpoint

@@ -91,8 +91,7 @@ def read_codes(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: i
 
 
 def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> npt.NDArray[Any]:
-    """Return the scales of the blocks of some rows ``[block rows, block columns]``: float32, or codes of their format.
-    """
+    """Return the block scales of some rows ``[block rows, block columns]``: float32, or codes of their format."""
     info = checkpoint.tensors[stored.scale]
     if SCALE_FORMATS.get(info.dtype) is None:
         raise UnsupportedTensorError(info.name, f"expected one of {', '.join(SCALE_FORMATS)}; found {info.dtype}")

@@ -90,8 +90,7 @@ class StoredTensors:
         return torch.from_numpy(self.checkpoint.read(name)).view(stored).reshape(info.shape)
 
     def refuse_surplus(self, architecture: str, names: Sequence[str], ignorable: re.Pattern[str]) -> None:
-        """Raise an error for tensors that the model has no place for, except those that may be dropped with a warning.
-        """
+        """Raise an error for tensors that the model has no place for; `ignorable` ones are dropped with a warning."""
         lost = [name for name in names if not ignorable.search(name)]
         if lost:
             raise self.error(

@@ -32,8 +32,7 @@ _SMALLEST_GROWTH = 1.5
 
 
 class Expectation:
-    """Expected damage of modules, from the noise of their output and the damage of measured modules of the same role.
-    """
+    """Expected damage of modules, from the noise of their outputs and the damage of measured modules of their role."""
 
     def __init__(self, sqnr: Mapping[Difference, float]) -> None:
         self.sqnr = sqnr
