@@ -5,11 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from minifloat.compare import corpus as corpus_module
-from minifloat.compare.corpus import Corpus
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from minifloat.errors import DataError, UsageError
+from minifloat.evaluate.compare import corpus as corpus_module
+from minifloat.evaluate.compare.corpus import Corpus
 
 TEXT = "The quick brown fox jumps over the lazy dog; naïve café. " * 6
 

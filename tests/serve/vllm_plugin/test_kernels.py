@@ -10,11 +10,11 @@ import pytest
 import torch
 from stub_vllm import Stub
 
-from minifloat import vllm as plugin
 from minifloat.errors import ShapeError
 from minifloat.kernels import native
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.serve import vllm_plugin as plugin
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
 

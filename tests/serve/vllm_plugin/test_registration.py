@@ -12,10 +12,10 @@ import pytest
 import torch
 from stub_vllm import CPU, AmxKernel, Stub, TorchKernel
 
-from minifloat import vllm as plugin
 from minifloat.deploy.check import vllm_plugin
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
+from minifloat.serve import vllm_plugin as plugin
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
 

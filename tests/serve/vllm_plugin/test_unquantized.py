@@ -8,8 +8,8 @@ import pytest
 import torch
 from stub_vllm import Stub
 
-from minifloat import vllm as plugin
 from minifloat.kernels import native
+from minifloat.serve import vllm_plugin as plugin
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
 

@@ -191,7 +191,7 @@ def _name(source: SourceLike) -> str:
 
 
 def _built_in(name: str) -> str:
-    return (resources.files("minifloat.compare") / "texts" / f"{name}.txt").read_text(encoding="utf-8")
+    return (resources.files("minifloat.evaluate.compare") / "texts" / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
