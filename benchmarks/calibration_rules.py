@@ -21,7 +21,7 @@ from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import TextOptions, calibrate
 
-RULES = ("max", "most-recent", "delayed", "moving-average", "percentile:percentile=99.99", "mse")
+RULES = ("max", "delayed", "percentile:percentile=99.99", "mse")
 
 
 @click.command()

@@ -39,7 +39,7 @@ from minifloat.quantize.rounding.stages import Stage
 #: The order of the tensors in the digest of a statistics file.
 _TENSORS = ("amax", "tokens", "histogram", "bins", "channel_amax", "k_amax", "v_amax")
 _HESSIANS = "minifloat Hessians"
-_RULES = ("max", "percentile:99", "mse", "moving-average:0.9")
+_RULES = ("max", "percentile:99", "mse", "delayed:history=8")
 
 
 def _run(data: bytes) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minifloat.calibration.convergence import convergence_report, settled, trajectory
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.rules import Delayed, Max, MostRecent, MovingAverage, Percentile
+from minifloat.calibration.rules import Delayed, Max, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.errors import UsageError
@@ -27,7 +27,7 @@ def make(inputs: dict[str, list[float]], kv: dict[str, list[float]] | None = Non
     return ActivationStats(ModelIdentity("A", "", "", ""), length, 0, {}, modules, caches)
 
 
-@pytest.mark.parametrize("rule", [Max(), MostRecent(), Delayed(4, 1), MovingAverage()], ids=str)
+@pytest.mark.parametrize("rule", [Max(), Delayed(1), Delayed(4, 1)], ids=str)
 def test_the_trajectory_ends_at_the_static_scale(rule: Max) -> None:
     amax = np.random.default_rng(0).random(20).astype(np.float32)
     steps = trajectory(amax, rule)
@@ -67,7 +67,7 @@ def test_settling_is_told_as_by_a_loop(amax: list[float], window: int, tolerance
     near = [abs(step / steps[-1] - 1) <= tolerance for step in steps]
     expected = len(steps) > window and all(near[-window - 1 :])
     assert settled(np.array(amax, np.float32), tolerance, window) is expected
-    found = convergence_report(make({"m": amax}), MostRecent(), tolerance=tolerance, window=window).scales[
+    found = convergence_report(make({"m": amax}), Delayed(1), tolerance=tolerance, window=window).scales[
         "m.input_scale"
     ]
     after = next(count for count in range(1, len(near) + 1) if all(near[count - 1 :]))
@@ -103,7 +103,7 @@ def test_the_report_says_when_each_scale_settled_and_which_have_not() -> None:
 
 def test_a_sequence_without_a_token_for_a_module_leaves_its_scale() -> None:
     stats = make({"expert": [0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0], "late": [0.0] * 5 + [2.0, 0.0]})
-    found = convergence_report(stats, MovingAverage(), window=3)
+    found = convergence_report(stats, Delayed(1), window=3)
     assert found.scales["expert.input_scale"].settled_after == 3
     assert found.unsettled == ("late.input_scale",)
 

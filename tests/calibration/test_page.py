@@ -12,7 +12,7 @@ import pytest
 from minifloat.calibration import convergence
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.page import stats_page
-from minifloat.calibration.rules import Max, MeanSquaredError, MovingAverage, Percentile, Rule
+from minifloat.calibration.rules import Delayed, Max, MeanSquaredError, Percentile, Rule
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.calibration.stats_file import read_stats, write_stats
@@ -84,7 +84,7 @@ def cells(page: str, caption: str) -> dict[str, list[str]]:
 # Numbers
 
 
-@pytest.mark.parametrize("rule", [Max(), MovingAverage(), Percentile(99.0), MeanSquaredError()])
+@pytest.mark.parametrize("rule", [Max(), Delayed(4), Percentile(99.0), MeanSquaredError()])
 def test_the_scales_are_those_that_quantize_writes(rule: Rule) -> None:
     stats = make_stats()
     expected, by_max = activation_scales(stats, rule), activation_scales(stats)
@@ -101,8 +101,8 @@ def test_the_scales_are_those_that_quantize_writes(rule: Rule) -> None:
 
 def test_the_caches_have_the_scales_that_quantize_writes() -> None:
     stats = make_stats()
-    expected = kv_scales(stats, MovingAverage())
-    rows = {summary_row.tensor: summary_row for summary_row in summarize(stats, MovingAverage()).caches}
+    expected = kv_scales(stats, Delayed(4))
+    rows = {summary_row.tensor: summary_row for summary_row in summarize(stats, Delayed(4)).caches}
     assert len(rows) == 2 * len(stats.kv)
     for name, pair in expected.items():
         assert (rows[f"{name}.k"].scale, rows[f"{name}.v"].scale) == (float(pair.k), float(pair.v))
@@ -235,10 +235,10 @@ def test_the_page_shows_every_kind_of_module_and_loads_no_external_resource() ->
 
 def test_the_table_shows_the_amax_and_scale_of_the_rule() -> None:
     stats = make_stats()
-    scales = activation_scales(stats, MovingAverage()).scales
+    scales = activation_scales(stats, Delayed(4)).scales
     own = [float(scale) for name, scale in scales.items() if name.endswith("down_proj")]
     amax = max(summary_row.max for name, summary_row in stats.inputs.items() if name.endswith("down_proj"))
-    page = stats_page(stats, MovingAverage())
+    page = stats_page(stats, Delayed(4))
     row = cells(page, "input of")["mlp.down_proj"]
     assert row[:4] == ["12", "4,000", number(amax), f"{number(min(own))} .. {number(max(own))}"]
     layer = cells(page, "amax; scale")["layer 11"]
@@ -284,7 +284,7 @@ def test_markup_in_names_is_escaped() -> None:
     assert nasty in "".join(root.itertext())
 
 
-@pytest.mark.parametrize("rule", [Max(), MovingAverage(), Percentile()])
+@pytest.mark.parametrize("rule", [Max(), Delayed(4), Percentile()])
 @pytest.mark.parametrize(
     "stats",
     [

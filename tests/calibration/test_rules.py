@@ -13,14 +13,12 @@ from minifloat.calibration.rules import (
     HistoryRule,
     Max,
     MeanSquaredError,
-    MostRecent,
-    MovingAverage,
     Percentile,
     Rule,
+    expected_squared_error,
     parse_rule,
     to_scale,
 )
-from minifloat.calibration.squared_error import expected_squared_error
 from minifloat.calibration.stats import ModuleStats
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.numerics.formats import E4M3
@@ -67,13 +65,13 @@ def test_max_gives_the_scale_of_llm_compressors_static_minmax(batches: list[list
         assert ours == theirs.item()
 
 
-def te_scale(amax_history: list[float], length: int, margin: int, algo: str) -> np.float32:
+def te_scale(amax_history: list[float], length: int, margin: int) -> np.float32:
     """Return Transformer Engine's scale after these steps, computed step by step in float32."""
     buffer = np.zeros(length, np.float32)
     scale = np.float32(1.0)
     for amax in amax_history:
         buffer[0] = amax
-        chosen = buffer.max() if algo == "max" else buffer[0]
+        chosen = buffer.max()
         if length > 1:
             buffer = np.roll(buffer, -1)
         buffer[0] = 0.0
@@ -82,42 +80,15 @@ def te_scale(amax_history: list[float], length: int, margin: int, algo: str) -> 
     return scale
 
 
-@given(HISTORIES, st.integers(1, 12), st.integers(0, 3), st.sampled_from(["max", "most_recent"]))
-def test_delayed_is_the_inverse_of_transformer_engines_scale(
-    amax: list[float], length: int, margin: int, algo: str
-) -> None:
-    ours = to_scale(Delayed(length, margin, algo).amax(history(amax)))
-    np.testing.assert_allclose(ours, 1.0 / te_scale(amax, length, margin, algo), rtol=4 * 2.0**-24)
+@given(HISTORIES, st.integers(1, 12), st.integers(0, 3))
+def test_delayed_is_the_inverse_of_transformer_engines_scale(amax: list[float], length: int, margin: int) -> None:
+    ours = to_scale(Delayed(length, margin).amax(history(amax)))
+    np.testing.assert_allclose(ours, 1.0 / te_scale(amax, length, margin), rtol=4 * 2.0**-24)
 
 
 @given(HISTORIES)
 def test_delayed_with_a_long_history_and_no_margin_is_max(amax: list[float]) -> None:
     assert Delayed(len(amax)).amax(history(amax)) == Max().amax(history(amax)) == max(amax)
-
-
-@given(HISTORIES, st.sampled_from([0.01, 0.1, 0.5, 1.0]))
-def test_moving_average_equals_that_of_torchs_observer(amax: list[float], constant: float) -> None:
-    import torch
-    from torch.ao.quantization import MovingAverageMinMaxObserver
-
-    observer = MovingAverageMinMaxObserver(averaging_constant=constant, dtype=torch.qint8)
-    for value in amax:
-        observer(torch.tensor([0.0, value]))
-    ours = MovingAverage(constant).amax(history(amax))
-    np.testing.assert_allclose(ours, observer.max_val.item(), rtol=1e-5, atol=max(amax) * 1e-5)
-
-
-def test_moving_average_equals_llm_compressors_interpolation() -> None:
-    amax = [1.0, 3.0, 2.0, 8.0]
-    average = amax[0]
-    for value in amax[1:]:
-        average = average * (1.0 - 0.01) + value * 0.01
-    assert MovingAverage().amax(history(amax)) == pytest.approx(average, rel=1e-12)
-
-
-def test_most_recent_is_the_last_sequence_with_a_token_for_the_module() -> None:
-    seen = ModuleStats(np.array([3, 2, 0], np.float32), np.array([5, 5, 0]))
-    assert MostRecent().amax(seen) == 2
 
 
 @pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistoryRule)], ids=str)
@@ -126,9 +97,7 @@ def test_sequences_without_a_token_for_the_module_do_not_count(rule: HistoryRule
     assert rule.amax(gaps) == rule.amax(history([3, 1, 2])) > 0
 
 
-@pytest.mark.parametrize(
-    "rule", [Max(), MostRecent(), Delayed(3, 1), Delayed(3, algo="most_recent"), MovingAverage(0.2)], ids=str
-)
+@pytest.mark.parametrize("rule", [Max(), Delayed(1), Delayed(3, 1)], ids=str)
 def test_the_running_value_is_the_rule_after_each_sequence(rule: HistoryRule) -> None:
     amax = np.random.default_rng(0).random((9, 4), dtype=np.float32)
     running = rule.running(amax)
@@ -139,9 +108,9 @@ def test_the_running_value_is_the_rule_after_each_sequence(rule: HistoryRule) ->
     assert rule.running(np.empty(0, np.float32)).shape == (0,)
 
 
-def test_max_does_not_depend_on_the_order_and_most_recent_does() -> None:
+def test_max_does_not_depend_on_the_order_and_a_short_history_does() -> None:
     assert Max().amax(history([1, 3, 2])) == Max().amax(history([3, 2, 1])) == 3
-    assert MostRecent().amax(history([1, 3, 2])) != MostRecent().amax(history([3, 2, 1]))
+    assert Delayed(1).amax(history([1, 3, 2])) == 2
 
 
 # Histograms
@@ -277,20 +246,16 @@ def test_the_text_of_a_rule_parses_to_the_same_rule(rule: Rule) -> None:
 
 
 def test_options_of_a_rule_are_parsed() -> None:
-    assert parse_rule("delayed:history=16,margin=1,algo=most_recent") == Delayed(16, 1, "most_recent")
+    assert parse_rule("delayed:history=16,margin=1") == Delayed(16, 1)
     assert parse_rule("percentile:percentile=99.9") == Percentile(99.9)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "median",
-            "unknown calibration rule 'median'; valid: max, most-recent, delayed, moving-average, percentile, mse",
-        ),
+        ("median", "unknown calibration rule 'median'; valid: max, delayed, percentile, mse"),
         ("", "unknown calibration rule ''"),
-        ("delayed:length=3", "unknown option of rule delayed 'length'; valid: history, margin, algo"),
-        ("delayed:algo=mean", "unknown algo of rule delayed 'mean'; valid: max, most_recent"),
+        ("delayed:length=3", "unknown option of rule delayed 'length'; valid: history, margin"),
         ("max:history=3", "rule max: takes no options"),
     ],
 )
@@ -311,8 +276,6 @@ def test_an_unknown_name_lists_the_valid_ones(text: str, message: str) -> None:
         "percentile:percentile=0",
         "percentile:percentile=101",
         "percentile:percentile=nan",
-        "moving-average:averaging_constant=0",
-        "moving-average:averaging_constant=1.1",
         "mse:octaves=0",
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.rules import Max, MostRecent, MovingAverage, Percentile
+from minifloat.calibration.rules import Delayed, Max, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
@@ -51,7 +51,7 @@ def test_a_scale_is_the_amax_over_448() -> None:
 
 
 def test_the_rule_determines_the_scale() -> None:
-    found = activation_scales(make({"m": seen([1, 5, 2])}), MostRecent())
+    found = activation_scales(make({"m": seen([1, 5, 2])}), Delayed(1))
     assert found.amax == {"m": 2.0}
 
 
@@ -156,7 +156,7 @@ def test_modules_without_a_requested_scale_need_no_statistics() -> None:
 @given(st.lists(st.floats(2.0**-149, float(np.finfo(np.float32).max), width=32), min_size=1, max_size=5))
 @settings(deadline=None)
 def test_scales_are_positive_and_finite_for_any_amax(amax: list[float]) -> None:
-    for rule in (Max(), MovingAverage(), MostRecent()):
+    for rule in (Max(), Delayed(1)):
         scale = activation_scales(make({"m": seen(amax)}), rule).scales["m"]
         assert scale >= TINY
         assert np.isfinite(scale)
@@ -178,9 +178,9 @@ def test_kv_scales_are_per_tensor_or_per_head() -> None:
 
 def test_kv_scales_follow_the_rule() -> None:
     stats = make({}, {"attn": heads([[9, 9], [2, 3]], [[9, 9], [6, 7]])})
-    assert kv_scales(stats, MostRecent())["attn"].k == np.float32(3) / np.float32(448)
+    assert kv_scales(stats, Delayed(1))["attn"].k == np.float32(3) / np.float32(448)
     np.testing.assert_array_equal(
-        kv_scales(stats, MostRecent(), per_head=True)["attn"].v, np.array([6, 7], np.float32) / np.float32(448)
+        kv_scales(stats, Delayed(1), per_head=True)["attn"].v, np.array([6, 7], np.float32) / np.float32(448)
     )
 
 

@@ -10,7 +10,6 @@ inverse.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -18,11 +17,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.calibration.squared_error import Doubles, expected_squared_error
 from minifloat.calibration.stats import ModuleStats
 from minifloat.errors import UsageError, lookup
 from minifloat.numerics.formats import E4M3, FLOAT32, ElementFormat
-from minifloat.numerics.histogram import BINS_PER_OCTAVE, Floats, bin_edges
+from minifloat.numerics.histogram import BINS_PER_OCTAVE, Floats, bin_edges, count_magnitudes
+
+Doubles = npt.NDArray[np.float64]
 
 
 class Rule(ABC):
@@ -71,18 +71,6 @@ class Max(HistoryRule):
 
 
 @dataclass(frozen=True)
-class MostRecent(HistoryRule):
-    """``amax[-1]``: the last sequence alone, for comparison with other rules."""
-
-    name: ClassVar[str] = "most-recent"
-    summary: ClassVar[str] = "largest magnitude of the last sequence alone"
-
-    def running(self, amax: Floats) -> Doubles:
-        """Return the history itself."""
-        return amax.astype(np.float64)
-
-
-@dataclass(frozen=True)
 class Delayed(HistoryRule):
     """Transformer Engine's delayed scaling: ``max(amax[-history:]) * 2**margin``.
 
@@ -99,50 +87,21 @@ class Delayed(HistoryRule):
 
     history: int = 1024
     margin: int = 0
-    algo: str = "max"
 
     def __post_init__(self) -> None:
         """Check the options."""
-        lookup("algo of rule delayed", self.algo, dict.fromkeys(("max", "most_recent")))
         _require("history", self.history, self.history >= 1, "at least 1")
         _require("margin", self.margin, abs(self.margin) < FLOAT32.bias, f"between -{FLOAT32.bias} and {FLOAT32.bias}")
 
     def running(self, amax: Floats) -> Doubles:
-        """Return the largest of the last `history` entries, or the last entry; times ``2**margin``."""
-        history = min(self.history, len(amax)) if self.algo == "max" else 1
-        if history <= 1:
-            return self._with_margin(amax.astype(np.float64))
+        """Return the largest of the last `history` entries, times ``2**margin``."""
+        if not len(amax):
+            return amax.astype(np.float64)
+        history = min(self.history, len(amax))
         padding = np.zeros((history - 1, *amax.shape[1:]))
         windows = np.lib.stride_tricks.sliding_window_view(np.concatenate([padding, amax]), history, axis=0)
-        return self._with_margin(windows.max(axis=-1))
-
-    def _with_margin(self, amax: Doubles) -> Doubles:
-        return amax * 2.0**self.margin
-
-
-@dataclass(frozen=True)
-class MovingAverage(HistoryRule):
-    """``a = a + averaging_constant * (amax[i] - a)``, starting from ``a = amax[0]``.
-
-    Torch's ``MovingAverageMinMaxObserver`` and llm-compressor's default for activations average minimum and maximum in
-    this way; this rule averages the larger magnitude. The average is below the maximum, so the largest elements of the
-    calibration text saturate.
-    """
-
-    name: ClassVar[str] = "moving-average"
-    summary: ClassVar[str] = "exponential average over the sequences; saturates what is above it"
-
-    averaging_constant: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Check the option."""
-        constant = self.averaging_constant
-        _require("averaging_constant", constant, 0.0 < constant <= 1.0, "above 0 and at most 1")
-
-    def running(self, amax: Floats) -> Doubles:
-        """Return the average so far."""
-        steps = itertools.accumulate(amax.astype(np.float64), lambda a, new: a + self.averaging_constant * (new - a))
-        return np.array(list(steps), np.float64).reshape(amax.shape)
+        largest: Doubles = windows.max(axis=-1) * 2.0**self.margin
+        return largest
 
 
 class HistogramRule(Rule):
@@ -212,9 +171,47 @@ class MeanSquaredError(HistogramRule):
         return float(candidates[np.argmin(errors)])
 
 
-RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (Max, MostRecent, Delayed, MovingAverage, Percentile, MeanSquaredError)
-}
+def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike, element: ElementFormat = E4M3) -> Doubles:
+    """Return the mean of ``(x - dequantize(quantize(x)))**2`` over the elements of a histogram, for each scale.
+
+    The amax of each sequence is an element of known value; so are the outliers, which decide where to clip. The other
+    elements are taken as spread evenly over their bin, and the error is integrated exactly over the bin. (One value per
+    bin would be too coarse, because a bin is about as wide as a step of E4M3.)
+    """
+    histogram = module.require_histogram("the squared error")
+    known = module.amax[module.amax > 0]
+    others = np.maximum(histogram - count_magnitudes(known), 0)
+    used = np.flatnonzero(others[1:]) + 1
+    edges = bin_edges()
+    lower = edges[used]
+    # The largest magnitude may be the lower edge of its bin: keep the bin wider than a point, which has no average.
+    upper = np.maximum(np.minimum(edges[used + 1], module.max), lower * (1 + 2.0**-20))
+    grid = np.array(element.values[: element.max_code + 1])
+    scale = np.asarray(scales, np.float64)[..., None]
+    integral = _error_integral(upper / scale, grid) - _error_integral(lower / scale, grid)
+    spread = np.maximum(integral * scale / (upper - lower), 0.0) @ others[used]
+    exact = known / scale
+    points = np.sum((exact - grid[_nearest(exact, grid)]) ** 2, axis=-1)
+    errors: Doubles = (spread + points) * scale[..., 0] ** 2 / max(histogram.sum(), 1)
+    return errors
+
+
+def _nearest(x: Doubles, grid: Doubles) -> npt.NDArray[np.int64]:
+    """Return the index of the value of `grid` (ascending) nearest to each x; on a tie, of either neighbour."""
+    return np.searchsorted((grid[1:] + grid[:-1]) / 2, x, side="right")
+
+
+def _error_integral(x: Doubles, grid: Doubles) -> Doubles:
+    """Return the integral of ``(t - nearest(t))**2`` over t from 0 to x."""
+    starts = np.concatenate([[0.0], (grid[1:] + grid[:-1]) / 2])  # from here on, this grid value is the nearest
+    pieces = ((starts[1:] - grid[:-1]) ** 3 - (starts[:-1] - grid[:-1]) ** 3) / 3
+    before = np.concatenate([[0.0], np.cumsum(pieces)])
+    index = _nearest(x, grid)
+    full: Doubles = before[index] + ((x - grid[index]) ** 3 - (starts[index] - grid[index]) ** 3) / 3
+    return full
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Max, Delayed, Percentile, MeanSquaredError)}
 
 DEFAULT_RULE = Max()
 

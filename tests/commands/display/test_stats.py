@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.rules import Max, MovingAverage, Percentile
+from minifloat.calibration.rules import Delayed, Max, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.commands.display.stats import print_stats
@@ -56,28 +56,28 @@ def test_a_row_summarizes_a_module_over_all_layers(capsys: pytest.CaptureFixture
 
 def test_verbose_shows_every_module(capsys: pytest.CaptureFixture[str]) -> None:
     stats = make_stats()
-    print_stats(stats, MovingAverage(), None, verbose=True)
+    print_stats(stats, Delayed(4), None, verbose=True)
     output = capsys.readouterr().out
-    for name, scale in activation_scales(stats, MovingAverage()).scales.items():
+    for name, scale in activation_scales(stats, Delayed(4)).scales.items():
         assert row(output, name)[4] == f"{scale:.4g}"
 
 
 def test_the_header_names_the_model_the_data_and_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stats(make_stats(), MovingAverage(0.5), make_stats(1), verbose=False)
+    print_stats(make_stats(), Delayed(8), make_stats(1), verbose=False)
     header = capsys.readouterr().out.split("\n\n")[0]
     for text in (
         "LlamaForCausalLM",
         "40 sequences, 4,000 tokens",
         "stories.txt",
-        "moving-average:averaging_constant=0.5",
+        "delayed:history=8,margin=0",
     ):
         assert text in header
 
 
 def test_held_out_columns_are_empty_without_held_out_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stats(make_stats(), MovingAverage(), None, verbose=True)
+    print_stats(make_stats(), Delayed(4), None, verbose=True)
     without = row(capsys.readouterr().out, "model.layers.0.mlp.down_proj")
-    print_stats(make_stats(), MovingAverage(), make_stats(1, size=2.0), verbose=True)
+    print_stats(make_stats(), Delayed(4), make_stats(1, size=2.0), verbose=True)
     with_held_out = row(capsys.readouterr().out, "model.layers.0.mlp.down_proj")
     assert len(with_held_out) == len(without) + 2
     assert 0 < float(with_held_out[6]) < 1
@@ -140,5 +140,5 @@ def test_a_name_in_brackets_is_not_markup(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minifloat.commands.display.stats.make_console", lambda: Console(width=100))
-    print_stats(make_stats(), MovingAverage(), make_stats(1, size=2.0), verbose=False)
+    print_stats(make_stats(), Delayed(4), make_stats(1, size=2.0), verbose=False)
     assert "…" not in capsys.readouterr().out
