@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import minifloat
-from minifloat.deploy.check import check_checkpoint
-from minifloat.deploy.check.loading_rule import LoadVerdict
+from minifloat.deploy.check import LoadVerdict, check_checkpoint
 from minifloat.errors import UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor

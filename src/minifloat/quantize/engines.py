@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check.engine_verdict import EngineVerdict, others_that_load, short_name, verdicts_of
 from minifloat.deploy.check.judge import CheckReport, judge
-from minifloat.deploy.check.loading_rule import Case
-from minifloat.deploy.check.subject import Subject
+from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import Target
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.plan.overrides import Override

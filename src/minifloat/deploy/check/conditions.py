@@ -1,27 +1,45 @@
-"""The conditions of rules, except those about tensor parallelism (`parallel_conditions`).
+"""The conditions of the rules: small functions over one `Case`.
 
-Each condition yields the evidence that its rule applies, as lines: a weight that all layers have takes one line. It
-yields nothing where the rule does not apply. Each docstring says what the condition finds.
+Each yields the evidence that its rule applies, as lines, and nothing where the rule does not apply; a weight that all
+layers have takes one line. Each docstring says what the condition finds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minifloat.deploy.check.loading_rule import Case, Condition
-from minifloat.deploy.check.subject import MXFP4_KINDS, Kind, Weight
+from minifloat.checkpoint import TensorInfo
+from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Case, Kind, Weight
 from minifloat.errors import ConfigError
-from minifloat.model.architecture.groups import serving_group
-from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, modelopt
-from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.model.architecture.family import Role
+from minifloat.model.architecture.groups import fused_group, serving_group
+from minifloat.model.architecture.mtp import is_mtp
+from minifloat.model.architecture.roles import role_of
+from minifloat.model.architecture.transformers_tables import merges_single_experts
+from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
+from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128
 from minifloat.report.text import layer_pattern
 
+#: Returns the evidence that a rule applies, as lines; no lines where the rule does not apply.
+Condition = Callable[[Case], Iterable[str]]
+
 _HEAD = "lm_head"
-_BLOCK_COLS = BLOCK_128.block((1, 1))[1]
+_BLOCK_ROWS, _BLOCK_COLS = BLOCK_128.block((1, 1))
+#: Linears whose columns tensor parallelism divides among GPUs; of all other linears it divides the rows.
+_ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h", "fc2", "c_proj"})
+#: Linears that every GPU holds a whole copy of.
+_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "wk", "weights_proj", "eh_proj"})
+_KEY_VALUE = frozenset({"k_proj", "v_proj"})
+#: The last parts of fused layers: only their last block may be partial.
+_LAST_PARTS = frozenset({"v_proj", "value", "up_proj", "w3", "kv_a_proj_with_mqa", "in_proj_z", "in_proj_a"})
+_DELTA_NET_QKV = "in_proj_qkv"
+_INDEXER, _KEYS, _SCORES = ".indexer.", "wk", "weights_proj"
+_SELECTIVE_INPUT = "x_proj"
+_SELECTIVE = ("in_proj", _SELECTIVE_INPUT, "dt_proj", "out_proj")
 
 
 def named(weights: Iterable[Weight], text: str = "") -> Iterator[str]:
@@ -31,31 +49,46 @@ def named(weights: Iterable[Weight], text: str = "") -> Iterator[str]:
         yield f"{layer_pattern(weight.module)} ({rows}x{cols}){text}"
 
 
-def kinds(*selected: Kind, layout: str | None = None, experts: bool | None = None) -> Condition:
-    """Return the condition that finds weights of these kinds."""
+def weights(
+    *kinds: Kind,
+    layout: str | None = None,
+    experts: bool | None = None,
+    element: ElementFormat | None = None,
+    leaves: Collection[str] = (),
+    model_types: Collection[str] = (),
+) -> Condition:
+    """Return the condition that finds quantized weights with all of these properties."""
 
     def find(case: Case) -> Iterator[str]:
-        if layout in (None, case.subject.layout):
-            yield from named(case.weights(*selected, experts=experts))
+        subject = case.subject
+        if layout not in (None, subject.layout):
+            return
+        if model_types and not {subject.model_type, subject.outer_type} & set(model_types):
+            return
+        for weight in case.weights(*kinds, experts=experts):
+            of_element = element is None or (weight.spec is not None and weight.spec.element is element)
+            if of_element and (not leaves or weight.leaf in leaves):
+                yield from named([weight])
 
     return find
 
 
-def kinds_in_types(case: Case, *, kinds: Collection[Kind], model_types: Collection[str]) -> Iterator[str]:
-    """Weights of these kinds, in compressed-tensors, in models of these types."""
-    is_of_type = {case.subject.model_type, case.subject.outer_type} & set(model_types)
-    if is_of_type and case.subject.layout == compressed_tensors.NAME:
-        yield from named(case.weights(*kinds))
-
-
-def has_layout(*layouts: str) -> Condition:
-    """Return the condition that finds quantized weights in one of these layouts."""
+def has_layout(layout: str) -> Condition:
+    """Return the condition that finds quantized weights in a layout."""
 
     def find(case: Case) -> Iterator[str]:
-        if case.subject.layout in layouts and case.subject.quantized:
-            yield f"layout {case.subject.layout}"
+        if case.subject.layout == layout and case.subject.quantized:
+            yield f"layout {layout}"
 
     return find
+
+
+def anything(case: Case) -> Iterator[str]:
+    """Every case."""
+    yield f"{case.target.engine} on {case.target.hardware.name}"
+
+
+# Formats of weights.
 
 
 def mixed_fused(case: Case) -> Iterator[str]:
@@ -70,11 +103,17 @@ def mixed_fused(case: Case) -> Iterator[str]:
             yield f"{layer_pattern(name)}: {parts}"
 
 
-def partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
-    """Weights of the `fp8` layout whose last blocks are partial, where transformers would derive a wrong block size.
+def misread_blocks(case: Case) -> Iterator[str]:
+    """Weights of the `fp8` layout with partial blocks whose shape over that of their scales gives a wrong block."""
+    yield from _partial_blocks(case, divisible=True)
 
-    transformers divides the shape of a weight by that of its grid of scales.
-    """
+
+def unread_blocks(case: Case) -> Iterator[str]:
+    """Weights of the `fp8` layout with partial blocks whose scales do not divide their shape."""
+    yield from _partial_blocks(case, divisible=False)
+
+
+def _partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
     if case.subject.layout != fp8.NAME:
         return
     for weight in case.subject.quantized:
@@ -82,17 +121,15 @@ def partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
             continue
         block, grid = weight.spec.granularity.block(weight.shape), weight.spec.granularity.scale_shape(weight.shape)
         sides = list(zip(weight.shape, block, grid, strict=True))
-        if all(size % extent == 0 for size, extent, _ in sides):
-            continue
         evenly = all(size % count == 0 for size, _, count in sides)
         misread = any(size // count != extent for size, extent, count in sides)
-        if evenly is divisible and misread:
+        if any(size % extent for size, extent, _ in sides) and evenly is divisible and misread:
             yield from named([weight], f": a grid of {grid[0]}x{grid[1]} scales")
 
 
 def ragged_inputs(case: Case) -> Iterator[str]:
-    """Weights whose columns are no multiple of the group size of their inputs."""
-    for weight in case.weights():
+    """Weights in compressed-tensors whose columns are no multiple of the group size of their inputs."""
+    for weight in case.weights() if case.subject.layout == compressed_tensors.NAME else ():
         group = None if weight.activation is None else weight.activation.granularity.cols
         if group and weight.shape[1] % group:
             yield from named([weight], f": {weight.shape[1]} inputs in groups of {group}")
@@ -105,41 +142,9 @@ def not_whole_blocks_of_128_columns(case: Case) -> Iterator[str]:
             yield from named([weight], f": {weight.spec.granularity}")
 
 
-def quantized_head(case: Case, *, layout: str) -> Iterator[str]:
-    """A quantized lm_head in one layout."""
-    if case.subject.layout == layout:
-        yield from named(weight for weight in case.subject.quantized if weight.leaf == _HEAD)
-
-
-def head_in_blocks(case: Case) -> Iterator[str]:
-    """An lm_head in blocks of 128x128, in compressed-tensors."""
-    heads = (weight for weight in case.weights(Kind.FP8_BLOCK) if weight.leaf == _HEAD)
-    if case.subject.layout == compressed_tensors.NAME:
-        yield from named(heads)
-
-
-def head_not_named(case: Case) -> Iterator[str]:
-    """A quantized lm_head in compressed-tensors that config groups target by the class "Linear", not by name."""
-    if not case.subject.head_named:
-        yield from quantized_head(case, layout=compressed_tensors.NAME)
-
-
-def plain_head(case: Case) -> Iterator[str]:
-    """An unquantized lm_head with weights of its own, in a model whose other weights are quantized."""
-    if case.subject.quantized:
-        yield from named(w for w in case.subject.weights if w.leaf == _HEAD and w.spec is None)
-
-
-def kv_without_scales(case: Case) -> Iterator[str]:
-    """An FP8 KV cache that the checkpoint declares without scales."""
-    if case.subject.kv is not None and not case.subject.kv_scales:
-        yield f"KV cache {case.subject.kv.element.name}, no k_scale or v_scale"
-
-
-def kv_declared(case: Case) -> Iterator[str]:
-    """A KV cache that the checkpoint declares as quantized."""
-    if case.subject.kv is not None:
-        yield f"KV cache {case.subject.kv.element.name}"
+def weight_only_blocks(case: Case) -> Iterator[str]:
+    """E4M3 weights in blocks of 128x128 with inputs in 16 bits."""
+    yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
 
 
 def dense_mxfp4(case: Case) -> Iterator[str]:
@@ -148,33 +153,40 @@ def dense_mxfp4(case: Case) -> Iterator[str]:
         yield "quant_method mxfp4 without *_blocks tensors"
 
 
-def modelopt_fp8(case: Case) -> Iterator[str]:
-    """ModelOpt's 8-bit codes."""
-    if case.subject.layout == modelopt.NAME:
-        yield from named(weight for weight in case.weights() if weight.spec is not None and weight.spec.element is E4M3)
-
-
-def modelopt_fp4(case: Case) -> Iterator[str]:
-    """ModelOpt's packed 4-bit codes."""
-    if case.subject.layout == modelopt.NAME:
-        yield from named(weight for weight in case.weights() if weight.spec is not None and weight.spec.element is E2M1)
-
-
-def fp8_per_tensor(case: Case) -> Iterator[str]:
-    """Weights in the `fp8` layout without blocks."""
-    if case.subject.layout == fp8.NAME:
-        yield from named(case.weights(Kind.FP8_STATIC, Kind.FP8_DYNAMIC))
-
-
-def weight_only_blocks(case: Case) -> Iterator[str]:
-    """E4M3 weights in blocks of 128x128 with inputs in 16 bits."""
-    yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
+fused_experts = weights(*MXFP4_KINDS, layout=gpt_oss.NAME)
 
 
 def needs_amx(case: Case) -> Iterator[str]:
     """Weights that vLLM multiplies with AMX on a CPU: E4M3 in blocks, and experts as gpt-oss stores them."""
     yield from named(case.weights(Kind.FP8_BLOCK))
     yield from fused_experts(case)
+
+
+# lm_head, attention and the KV cache.
+
+
+def head_not_named(case: Case) -> Iterator[str]:
+    """A quantized lm_head in compressed-tensors that config groups target by the class "Linear", not by name."""
+    if not case.subject.head_named:
+        yield from weights(layout=compressed_tensors.NAME, leaves=(_HEAD,))(case)
+
+
+def plain_head(case: Case) -> Iterator[str]:
+    """An unquantized lm_head with weights of its own, in a model whose other weights are quantized."""
+    if case.subject.quantized:
+        yield from named(w for w in case.subject.weights if w.leaf == _HEAD and w.spec is None)
+
+
+def kv_declared(case: Case) -> Iterator[str]:
+    """A KV cache that the checkpoint declares as quantized."""
+    if case.subject.kv is not None:
+        yield f"KV cache {case.subject.kv.element.name}"
+
+
+def kv_without_scales(case: Case) -> Iterator[str]:
+    """An FP8 KV cache that the checkpoint declares without scales."""
+    if not case.subject.kv_scales:
+        yield from (f"{line}, no k_scale or v_scale" for line in kv_declared(case))
 
 
 def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
@@ -184,15 +196,221 @@ def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
         yield f"heads of {size}"
 
 
+# Experts.
+
+
+def _experts_fused_by_transformers(case: Case) -> Iterator[Weight]:
+    """Yield the experts whose weights transformers stacks while it loads them; it keeps those of Llama 4 as linears."""
+    experts = case.weights(experts=True) if case.subject.layout == compressed_tensors.NAME else ()
+    if experts and not case.subject.family.transformers_splits and _transformers_reads_single(case):
+        yield from experts
+
+
+def experts_in_blocks(case: Case) -> Iterator[str]:
+    """E4M3 experts whose scales are neither one per tensor nor one per channel."""
+    for weight in _experts_fused_by_transformers(case):
+        assert weight.spec is not None
+        grid = weight.spec.granularity.scale_shape(weight.shape)
+        if weight.spec.element is E4M3 and any(n not in (1, size) for n, size in zip(grid, weight.shape, strict=True)):
+            yield from named([weight])
+
+
+def experts_with_global_scale(case: Case) -> Iterator[str]:
+    """NVFP4 experts."""
+    yield from named(w for w in _experts_fused_by_transformers(case) if w.spec and w.spec.has_global_scale)
+
+
+def experts_of_several_elements(case: Case) -> Iterator[str]:
+    """Experts in several element formats, such as 4 and 8 bits."""
+    experts = list(_experts_fused_by_transformers(case))
+    if len({weight.spec.element for weight in experts if weight.spec is not None}) > 1:
+        yield from named(experts)
+
+
+def _single_experts(case: Case) -> Iterator[str]:
+    yield from named(w for w in case.weights(experts=True) if case.subject.family.single_expert(w.module))
+
+
+def experts_that_vllm_reads_fused(case: Case) -> Iterator[str]:
+    """Single experts of a model whose experts vLLM reads only fused."""
+    if not case.subject.family.servers_read_single:
+        yield from _single_experts(case)
+
+
+def experts_that_transformers_reads_fused(case: Case) -> Iterator[str]:
+    """Single experts of a model whose experts transformers reads only fused."""
+    if not _transformers_reads_single(case):
+        yield from _single_experts(case)
+
+
+def _transformers_reads_single(case: Case) -> bool:
+    family = case.subject.family
+    if family.stored_fused is None:
+        return merges_single_experts((case.subject.model_type, case.subject.outer_type))
+    splits = family.transformers_splits and case.subject.layout == compressed_tensors.NAME
+    return not family.stored_fused or splits
+
+
+def unlisted_experts(case: Case) -> Iterator[str]:
+    """Fused experts in 16 bits that a config group targets by class, and that the list of exceptions does not have."""
+    yield from named(case.subject.unlisted_experts)
+
+
+def experts_taken_for_mxfp4(case: Case) -> Iterator[str]:
+    """Experts in E4M3, in a model whose config must say so with ``expert_dtype`` and does not."""
+    if case.subject.family.states_expert_dtype and case.subject.config.get("expert_dtype") != "fp8":
+        yield from weights(layout=fp8.NAME, experts=True, element=E4M3)(case)
+
+
+# Linears that an engine builds without quantization, so that codes and scales have no place.
+
+
+def indexer(case: Case) -> Iterator[str]:
+    """The indexer of sparse attention: its scores in any format, its keys in other codes than E4M3."""
+    for weight in case.subject.quantized:
+        if _INDEXER not in weight.module or weight.spec is None:
+            continue
+        if weight.leaf == _SCORES or (weight.leaf == _KEYS and weight.spec.element is not E4M3):
+            yield from named([weight])
+
+
+def indexer_scores(case: Case) -> Iterator[str]:
+    """The scores of the indexer of sparse attention."""
+    yield from named(w for w in case.subject.quantized if _INDEXER in w.module and w.leaf == _SCORES)
+
+
+def draft_projection(case: Case, *, leaves: Collection[str], except_types: Collection[str]) -> Iterator[str]:
+    """The projection of embedding and hidden state in layers of multi-token prediction."""
+    if case.subject.model_type not in except_types:
+        drafts = (w for w in case.subject.quantized if is_mtp(w.module, case.subject.config))
+        yield from named(weight for weight in drafts if weight.leaf in leaves)
+
+
+def selective_state_space(case: Case) -> Iterator[str]:
+    """Projections of Mamba layers of the first kind, which have an `x_proj`."""
+    mixers = {w.module.rpartition(".")[0] for w in case.subject.weights if w.leaf == _SELECTIVE_INPUT}
+    projections = (weight for weight in case.subject.quantized if weight.leaf in _SELECTIVE)
+    yield from named(weight for weight in projections if weight.module.rpartition(".")[0] in mixers)
+
+
+def routers(case: Case, *, except_types: Collection[str]) -> Iterator[str]:
+    """Routers of mixtures and gates of shared experts."""
+    for weight in case.subject.quantized:
+        info = TensorInfo(f"{weight.module}.weight", "BF16", weight.shape, "", 0, 0)
+        if role_of(info, case.subject.family) is not Role.ROUTER:
+            continue
+        if weight.leaf != "gate" or case.subject.model_type not in except_types:
+            yield from named([weight])
+
+
+# Tensor parallelism: heads, matrices, blocks and groups that GPUs cannot share.
+
+
+def _is_row_parallel(weight: Weight) -> bool:
+    return weight.leaf in _ROW_PARALLEL
+
+
+def _rows_per_gpu(case: Case, weight: Weight) -> int:
+    """Return the rows of a weight on one GPU; key and value projections are not divided below one head."""
+    if _is_row_parallel(weight) or weight.leaf in _REPLICATED:
+        return weight.shape[0]
+    parts = min(case.tp, case.subject.kv_heads or case.tp) if weight.leaf in _KEY_VALUE else case.tp
+    return weight.shape[0] // parts
+
+
+def _cols_per_gpu(case: Case, weight: Weight) -> int:
+    return weight.shape[1] // case.tp if _is_row_parallel(weight) else weight.shape[1]
+
+
 def several_gpus(case: Case) -> Iterator[str]:
     """Tensor parallelism."""
     if case.tp > 1:
         yield f"--tp {case.tp}"
 
 
-def anything(case: Case) -> Iterator[str]:
-    """Every case."""
-    yield f"{case.target.engine} on {case.target.hardware.name}"
+def uneven_heads(case: Case) -> Iterator[str]:
+    """A number of attention heads that is no multiple of the number of GPUs."""
+    if case.subject.heads % case.tp:
+        yield f"{case.subject.heads} attention heads over {case.tp} GPUs"
+
+
+def uneven_kv_heads(case: Case) -> Iterator[str]:
+    """A number of key-value heads that neither divides the number of GPUs nor is a multiple of it."""
+    heads = case.subject.kv_heads
+    if heads and heads % case.tp and case.tp % heads:
+        yield f"{heads} heads of keys and values over {case.tp} GPUs"
+
+
+def copied_kv_heads(case: Case) -> Iterator[str]:
+    """Fewer key-value heads than GPUs, so that several GPUs hold copies of one head."""
+    heads = case.subject.kv_heads
+    if heads and heads < case.tp and case.tp % heads == 0:
+        yield f"{heads} heads of keys and values: each is on {case.tp // heads} of {case.tp} GPUs"
+
+
+def uneven_matrices(case: Case) -> Iterator[str]:
+    """Matrices whose divided side is no multiple of the number of GPUs."""
+    for weight in case.subject.weights:
+        side = weight.shape[1] if _is_row_parallel(weight) else weight.shape[0]
+        if weight.leaf not in (*_KEY_VALUE, *_REPLICATED, _HEAD) and side % case.tp:
+            yield from named([weight], f": {side} over {case.tp} GPUs")
+
+
+def uneven_anything(case: Case) -> Iterator[str]:
+    """Heads or matrices that the GPUs cannot share evenly."""
+    yield from uneven_heads(case)
+    yield from uneven_kv_heads(case)
+    yield from uneven_matrices(case)
+
+
+def broken_blocks(case: Case) -> Iterator[str]:
+    """Blocks of 128x128 that end inside another part of a fused layer, or on another GPU."""
+    for weight in case.weights(experts=False):
+        if weight.spec is None or weight.spec.granularity != BLOCK_128:
+            continue
+        cols = _cols_per_gpu(case, weight)
+        group = fused_group(weight.module, case.subject.family)
+        fused = group != weight.module and weight.leaf not in _LAST_PARTS
+        split = case.tp > 1 and not _is_row_parallel(weight) and weight.leaf not in _REPLICATED
+        for rows in _rows_of_parts(case, weight):
+            if (fused or split) and rows % _BLOCK_ROWS:
+                yield from named([weight], f": {rows} rows on a GPU, {rows} % {_BLOCK_ROWS} = {rows % _BLOCK_ROWS}")
+        if case.tp > 1 and _is_row_parallel(weight) and cols % _BLOCK_COLS:
+            yield from named([weight], f": {cols} columns on a GPU, {cols} % {_BLOCK_COLS} = {cols % _BLOCK_COLS}")
+
+
+def _rows_of_parts(case: Case, weight: Weight) -> tuple[int, ...]:
+    """Return the rows on one GPU of each part of a weight; queries, keys and values of a gated delta net are parts."""
+    rows = _rows_per_gpu(case, weight)
+    heads, width = (case.subject.config.get(name) for name in ("linear_num_key_heads", "linear_key_head_dim"))
+    if weight.leaf != _DELTA_NET_QKV or not heads or not width:
+        return (rows,)
+    keys = heads * width // case.tp
+    return (keys, keys, rows - 2 * keys)
+
+
+def broken_expert_blocks(case: Case) -> Iterator[str]:
+    """Experts whose inner size on a GPU is no multiple of the block size."""
+    for weight in case.weights(experts=True):
+        if weight.spec is None or weight.spec.granularity != BLOCK_128:
+            continue
+        inner = _cols_per_gpu(case, weight) if _is_row_parallel(weight) else _rows_per_gpu(case, weight)
+        if inner % _BLOCK_ROWS and (case.tp > 1 or not _is_row_parallel(weight)):
+            yield from named([weight], f": inner size {inner} on a GPU")
+
+
+def broken_groups(case: Case) -> Iterator[str]:
+    """Groups of 32 or 16 columns that two GPUs would share."""
+    for weight in case.weights(*MXFP4_KINDS, *MXFP8_KINDS, Kind.NVFP4, Kind.NVFP4_W4A4):
+        if weight.spec is None or case.tp == 1 or not _is_row_parallel(weight):
+            continue
+        group = weight.spec.granularity.cols or 1
+        cols = _cols_per_gpu(case, weight)
+        if cols % group:
+            yield from named([weight], f": {cols} columns on a GPU, in groups of {group}")
+
+
+# minifloat's own decoders.
 
 
 def not_native(case: Case) -> Iterator[str]:
@@ -244,9 +462,3 @@ def _full_text_config(values: Mapping[str, Any]) -> Any:
 
     with quiet_transformers():
         return full_config(values, Path())
-
-
-def fused_experts(case: Case) -> Iterator[str]:
-    """Experts as gpt-oss stores them."""
-    if case.subject.layout == gpt_oss.NAME:
-        yield from named(case.weights(*MXFP4_KINDS))

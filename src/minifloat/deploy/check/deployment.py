@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, CheckReport, LoadVerdict, Target
 from minifloat.deploy.check.judge import judge
-from minifloat.deploy.check.loading_rule import Case
-from minifloat.deploy.check.subject import Subject, Weight
+from minifloat.deploy.check.subject import Case, Subject, Weight
 from minifloat.report.card import markdown, markers
 from minifloat.report.text import layer_pattern
 

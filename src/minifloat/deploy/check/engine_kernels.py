@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minifloat.deploy.check import vllm_plugin
-from minifloat.deploy.check.loading_rule import Case
-from minifloat.deploy.check.rules.machines import BEFORE_BLACKWELL, CPUS, NVIDIA
-from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
+from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Case, Kind
+from minifloat.deploy.check.target import BEFORE_BLACKWELL, CPUS, NVIDIA
 from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
 
 

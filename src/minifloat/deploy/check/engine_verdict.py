@@ -9,7 +9,7 @@ from typing import Any
 
 from minifloat.deploy.check.deployment import check_everywhere
 from minifloat.deploy.check.judge import CheckReport
-from minifloat.deploy.check.loading_rule import Finding, LoadVerdict
+from minifloat.deploy.check.rules import Finding, LoadVerdict
 from minifloat.deploy.check.subject import Subject
 from minifloat.deploy.check.target import ENGINES
 

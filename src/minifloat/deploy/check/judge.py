@@ -14,9 +14,8 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import open_headers
 from minifloat.deploy.check.engine_kernels import EngineKernel, kernel_for
-from minifloat.deploy.check.loading_rule import Case, Finding, LoadVerdict, apply_rules
-from minifloat.deploy.check.rules import RULES
-from minifloat.deploy.check.subject import Kind, Subject
+from minifloat.deploy.check.rules import Finding, LoadVerdict, apply_rules
+from minifloat.deploy.check.subject import Case, Kind, Subject
 from minifloat.deploy.check.target import ENGINES, Target
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.layouts import choose_writer, gpt_oss
@@ -185,7 +184,7 @@ def require_loadable(checkpoint: Checkpoint, plan: QuantizationPlan, target: str
 
 def judge(model: str, scheme: str | None, case: Case) -> CheckReport:
     """Apply the rules of the case's engine, and name its kernels."""
-    findings = list(apply_rules(RULES[case.target.engine], case))
+    findings = list(apply_rules(case))
     kernel_by_kind = {kind: kernel_for(case, kind) for kind in case.subject.kinds}
     refused = any(finding.verdict.is_failure for finding in findings)
     unknown = [kind for kind, kernel in kernel_by_kind.items() if kernel is None]

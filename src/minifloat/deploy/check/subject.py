@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.deploy.check.target import Target
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, Role
 from minifloat.model.architecture.groups import expert_group
@@ -53,9 +54,10 @@ class Kind(enum.Enum):
     OTHER = "another mixture of formats"
 
 
-#: Kinds with MX weights, whatever their inputs.
+#: Kinds with the same weights, whatever their inputs.
 MXFP8_KINDS = (Kind.MXFP8, Kind.MXFP8_W8A8)
 MXFP4_KINDS = (Kind.MXFP4, Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
+NVFP4_KINDS = (Kind.NVFP4, Kind.NVFP4_W4A4)
 
 
 def kind_of(spec: WeightSpec, activation: ActivationSpec | None) -> Kind:
@@ -187,6 +189,27 @@ class Subject:
         quantization = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
         config = quantized_model_config(checkpoint.config, plan.layout, quantization)
         return replace(subject, config=text_config(config), head_named=_names_head(quantization))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and the target it is to run on: the input of every condition."""
+
+    subject: Subject
+    target: Target
+
+    @property
+    def tp(self) -> int:
+        """GPUs that share every matrix."""
+        return self.target.tp
+
+    def weights(self, *kinds: Kind, experts: bool | None = None) -> tuple[Weight, ...]:
+        """Return the quantized weights of these kinds, by default of all."""
+        return tuple(
+            weight
+            for weight in self.subject.quantized
+            if (not kinds or weight.kind in kinds) and experts in (None, weight.is_expert)
+        )
 
 
 def _weights_of(part: Part) -> tuple[Weight, ...]:

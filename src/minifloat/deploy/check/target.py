@@ -1,14 +1,18 @@
-"""`Target`: the engine, the kind of machine and the number of GPUs that a checkpoint is judged for."""
+"""`Target`: the engine, the kind of machine and the number of GPUs that a checkpoint is judged for.
+
+The groups of machines are those that rules name.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from minifloat._version import __version__
-from minifloat.deploy.check import vllm_plugin
-from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, Hardware
+from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, Hardware, HardwareGeneration
 from minifloat.errors import UsageError, lookup
+from minifloat.numerics.formats import E4M3
 
 #: Engine -> the version whose code the rules were read from.
 ENGINES = {
@@ -19,7 +23,7 @@ ENGINES = {
 }
 
 #: Engine -> plugins of it that the rules know.
-PLUGINS = {"vllm": {vllm_plugin.NAME: "minifloat's kernels for linears on CPUs"}}
+PLUGINS = {"vllm": {"minifloat": "minifloat's kernels for linears on CPUs"}}
 
 _TARGET = re.compile(r"(?P<engine>[a-z]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
 
@@ -74,3 +78,24 @@ class Target:
         """Return the text that `parse` reads."""
         plugin = f"+{self.plugin}" if self.plugin else ""
         return f"{self.engine}{plugin}:{self.hardware.name}" + (f":tp{self.tp}" if self.tp > 1 else "")
+
+
+_ADA, _BLACKWELL = 89, 100
+
+
+def _names(condition: Callable[[HardwareGeneration], bool]) -> tuple[str, ...]:
+    return tuple(name for name, machine in ENGINE_HARDWARE.items() if condition(machine.generation))
+
+
+ALL = tuple(ENGINE_HARDWARE)
+CPUS = _names(lambda generation: generation.vendor == "cpu")
+GPUS = _names(lambda generation: generation.vendor != "cpu")
+NVIDIA = _names(lambda generation: generation.vendor == "nvidia")
+AMD = _names(lambda generation: generation.vendor == "amd")
+WITHOUT_AMX = _names(lambda generation: generation.vendor == "cpu" and not generation.amx)
+FNUZ = _names(lambda generation: generation.fnuz)
+BLACKWELL = _names(lambda generation: generation.vendor == "nvidia" and generation.capability >= _BLACKWELL)
+BEFORE_BLACKWELL = _names(lambda generation: generation.vendor == "nvidia" and generation.capability < _BLACKWELL)
+BEFORE_ADA = _names(lambda generation: generation.vendor == "nvidia" and generation.capability < _ADA)
+#: Machines without FP8 arithmetic, where transformers decodes `quant_method: fp8` to BF16.
+WITHOUT_FP8 = _names(lambda generation: E4M3 not in generation.arithmetic)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from minifloat.deploy.check.subject import Kind
 from minifloat.model.layouts import compressed_tensors, fp8
 
-#: Name of the plugin, as ``VLLM_PLUGINS`` takes it.
+#: Name of the plugin, as ``VLLM_PLUGINS`` and `target.PLUGINS` have it.
 NAME = "minifloat"
 #: Versions of vLLM, without the local part: ``0.32.0`` stands for ``0.32.0+cpu`` too.
 TESTED_VERSIONS = ("0.32.0",)

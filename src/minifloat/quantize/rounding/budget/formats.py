@@ -13,8 +13,7 @@ from typing import TypeAlias
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check.deployment import check_everywhere, loads_in
 from minifloat.deploy.check.judge import judge
-from minifloat.deploy.check.loading_rule import Case
-from minifloat.deploy.check.subject import Subject
+from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import ENGINES, Target
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.architecture.groups import expert_group

