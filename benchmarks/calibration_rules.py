@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from minifloat import compare_models, quantize_checkpoint
+from minifloat import CompareOptions, compare_models, quantize_checkpoint
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
@@ -48,13 +48,14 @@ def main(
                 calibration = Calibration(collected.stats, parse_rule(rule), collected.held_out)
                 report = quantize_checkpoint(model, out, "fp8-static", calibration=calibration)
                 if not floor_shown:
-                    floor = compare_models(model, out, texts, max_tokens=max_tokens, weight_only=True, prompts=0)
+                    weights = CompareOptions(max_tokens=max_tokens, weight_only=True, prompts=0)
+                    floor = compare_models(model, out, texts, weights)
                     (floor,) = floor.candidates
                     base = [f"{text.baseline_perplexity:.3f} | " for text in floor.texts]
                     click.echo(f"| | BF16 | | {' | '.join(base)} |")
                     click.echo(f"| | weight-only | | {' | '.join(_cells(floor.texts))} |")
                     floor_shown = True
-                comparison = compare_models(model, out, texts, max_tokens=max_tokens, prompts=0)
+                comparison = compare_models(model, out, texts, CompareOptions(max_tokens=max_tokens, prompts=0))
             saturated = max(activation.saturated or 0.0 for activation in report.activations)
             name = Path(source.partition("#")[0]).name
             click.echo(f"| {name} | {rule} | {saturated:.1e} | {' | '.join(_cells(comparison.candidates[0].texts))} |")

@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-from minifloat import SCHEMES, compare_models, quantize_checkpoint
+from minifloat import SCHEMES, CompareOptions, compare_models, quantize_checkpoint
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.session import TextOptions, calibrate
 from minifloat.evaluate.bench import bench_checkpoint
@@ -65,7 +65,7 @@ def quality(figures: Path, model: Path) -> None:
             quantize_checkpoint(model, out, scheme, calibration=static, data=data or None)
             outs.append(out)
             click.echo(f"{name}: quantized")
-        comparison = compare_models(model, outs, prompts=0, lm_head="bf16")
+        comparison = compare_models(model, outs, (), CompareOptions(prompts=0, lm_head="bf16"))
     rows = {}
     for name, candidate in zip(names, comparison.candidates, strict=True):
         kl = candidate.overall.kl_mean
@@ -89,7 +89,7 @@ def speed(figures: Path, models_dir: Path, schemes: tuple[str, ...], shape: str,
     for scheme in schemes or [name for name in SCHEMES if not _needs_scales(name)]:
         baseline, candidate = make_pair(models_dir, shape, scheme)
         before = CpuTime.now(())
-        report = bench_checkpoint(candidate, baseline, workload=Workload(32, 40, (1,), rounds))
+        report = bench_checkpoint(candidate, baseline, Workload(32, 40, (1,), rounds))
         use = MachineUse.between(before, CpuTime.now(()))
         gains = report.decode_gains(1)
         step = statistics.median(report.candidate.batches[1].decode_ms)

@@ -23,7 +23,7 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from minifloat.evaluate.compare.evaluate import compare_models
+from minifloat.evaluate.compare import CompareOptions, compare_models
 from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.numerics.scheme import weight_only as without_inputs
 from minifloat.quantize.job import quantize_checkpoint
@@ -97,7 +97,8 @@ def main(
                 chosen = without_inputs(get_scheme(scheme)) if weight_only else get_scheme(scheme)
                 quantize_checkpoint(source, out, chosen, data=data_of(chosen, method, calibrate_with))
                 seconds = time.perf_counter() - started
-                result = compare_models(source, out, list(texts), max_tokens=max_tokens, prompts=0, lm_head="bf16")
+                options = CompareOptions(max_tokens=max_tokens, prompts=0, lm_head="bf16")
+                result = compare_models(source, out, list(texts), options)
                 kls = [text.kl_mean for text in result.candidates[0].texts]
                 means = [kl.value for kl in kls]
                 first = first or means

@@ -23,7 +23,7 @@ import click
 
 from minifloat.calibration.session import load_texts
 from minifloat.checkpoint import Checkpoint
-from minifloat.evaluate.compare.evaluate import compare_models
+from minifloat.evaluate.compare import CompareOptions, compare_models
 from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounded import DEFAULT_TEXT
@@ -115,9 +115,8 @@ def main(
         for label, out, _ in made:
             formats = sorted({f"{row.format}" for row in inspect_checkpoint(out).rows if row.kind == "quantized"})
             print(f"{label}: {formats}", flush=True)
-        result = compare_models(
-            model, [out for _, out, _ in made], list(judges), max_tokens=max_tokens, prompts=0, lm_head="bf16"
-        )
+        options = CompareOptions(max_tokens=max_tokens, prompts=0, lm_head="bf16")
+        result = compare_models(model, [out for _, out, _ in made], list(judges), options)
     kls = {label: [text.kl_mean for text in c.texts] for (label, *_), c in zip(made, result.candidates, strict=True)}
     base = kls[f"llm-compressor gptq, {next(iter(texts))}"]
     print(f"| {model.name}, {scheme} | s | {' | '.join(Path(text).stem for text in judges)} | ratio |")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from minifloat import SCHEMES, MinifloatError, compare_models, quantize_checkpoint
+from minifloat import SCHEMES, CompareOptions, MinifloatError, compare_models, quantize_checkpoint
 from minifloat.evaluate.compare import CandidateResult, Summary
 from minifloat.quantize.report import QuantizeReport
 
@@ -48,10 +48,7 @@ def main(
                 click.echo(f"{scheme} in layout {layout} is refused: {error}\n")
                 continue
             reports.append((scheme, layout, report))
-        comparison = compare_models(
-            model,
-            [report.destination for _, _, report in reports],
-            data,
+        options = CompareOptions(
             window=window,
             max_tokens=max_tokens,
             dtype="float32",
@@ -59,6 +56,7 @@ def main(
             prompts=0,
             lm_head="bf16",
         )
+        comparison = compare_models(model, [report.destination for _, _, report in reports], data, options)
     first = comparison.candidates[0].texts
     heads = [f"{text.name}: change | KL | top-1" for text in first]
     click.echo(f"| scheme | layout | bits per weight | inputs | {' | '.join(heads)} | verdict |")

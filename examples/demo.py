@@ -148,7 +148,7 @@ def main(out: Path) -> None:
     with served(smallest) as url:
         ask(url, smallest.name)
     heading("minifloat bench, minifloat report: what was done to MXFP4, is it the same model, what was gained")
-    gains = minifloat.bench_checkpoint(smallest, MODEL, workload=WORKLOAD)
+    gains = minifloat.bench_checkpoint(smallest, MODEL, WORKLOAD)
     report = minifloat.write_report(smallest, gains)
     print_results(read_results(smallest))
     print("These are the gains of a model of 4 million parameters; docs/results.md has those of larger ones.")

@@ -26,7 +26,7 @@ quantized = minifloat.quantize_checkpoint(MODEL, OUT, "fp8", overwrite=True)
 print(f"{quantized.source_bytes:,} -> {quantized.output_bytes:,} bytes, SQNR {quantized.total.sqnr_db:.1f} dB")
 
 # %% Is it still the same model?
-comparison = minifloat.compare_models(MODEL, OUT, prompts=0, max_tokens=6000)
+comparison = minifloat.compare_models(MODEL, OUT, options=minifloat.CompareOptions(prompts=0, max_tokens=6000))
 (candidate,) = comparison.candidates
 print(candidate.verdict.outcome.name, f"KL {candidate.overall.kl_mean.value:.4f} nats per token")
 

@@ -30,7 +30,8 @@ print(f"{report.source_bytes:,} -> {report.output_bytes:,} bytes")
 minifloat.quantize_checkpoint(MODEL, OUT / "dynamic", "fp8-dynamic")
 
 # %% Compare both on text that the calibration has not seen (the two that come with minifloat)
-comparison = minifloat.compare_models(MODEL, [OUT / "static", OUT / "dynamic"], prompts=0, max_tokens=3000)
+options = minifloat.CompareOptions(prompts=0, max_tokens=3000)
+comparison = minifloat.compare_models(MODEL, [OUT / "static", OUT / "dynamic"], options=options)
 for candidate in comparison.candidates:
     loss = candidate.overall.kl_mean.value
     print(f"{candidate.model.name:10} KL {loss:.4f} nats per token, {candidate.verdict.outcome.name}")

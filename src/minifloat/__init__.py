@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from minifloat.deploy.publish.push import PushReport, push_checkpoint
     from minifloat.engine import AsyncEngine, Engine, SamplingParams
     from minifloat.errors import MinifloatError
-    from minifloat.evaluate.bench import GainsReport, bench_checkpoint
+    from minifloat.evaluate.bench import BenchOptions, GainsReport, bench_checkpoint
     from minifloat.evaluate.bench.workload import Workload
     from minifloat.evaluate.checkpoint_report import write_report
-    from minifloat.evaluate.compare import Comparison, Tolerance, compare_models
+    from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions, Tolerance, compare_models
     from minifloat.evaluate.compare.served import compare_served
     from minifloat.model.layouts.inspection import Inspection, inspect_checkpoint
     from minifloat.model.runtime.load import load
@@ -70,11 +70,13 @@ if TYPE_CHECKING:
 #: Public name -> the module that defines it.
 _EXPORTS = {
     "AsyncEngine": "minifloat.engine",
+    "BenchOptions": "minifloat.evaluate.bench",
     "Budget": "minifloat.quantize.rounding.budget.target",
     "Calibration": "minifloat.calibration.result",
     "ChatClient": "minifloat.serve.client",
     "CheckReport": "minifloat.deploy.check",
     "Checkpoint": "minifloat.checkpoint",
+    "CompareOptions": "minifloat.evaluate.compare",
     "Comparison": "minifloat.evaluate.compare",
     "ConvertReport": "minifloat.quantize.convert",
     "DataOptions": "minifloat.quantize.rounded",
@@ -92,6 +94,7 @@ _EXPORTS = {
     "SCHEMES": "minifloat.numerics.scheme",
     "SamplingParams": "minifloat.engine",
     "Scheme": "minifloat.numerics.scheme",
+    "ServedOptions": "minifloat.evaluate.compare",
     "ServerSettings": "minifloat.serve.server.settings",
     "Target": "minifloat.deploy.check",
     "TextOptions": "minifloat.calibration.session",
@@ -121,11 +124,13 @@ _EXPORTS = {
 __all__ = [
     "SCHEMES",
     "AsyncEngine",
+    "BenchOptions",
     "Budget",
     "Calibration",
     "ChatClient",
     "CheckReport",
     "Checkpoint",
+    "CompareOptions",
     "Comparison",
     "ConvertReport",
     "DataOptions",
@@ -142,6 +147,7 @@ __all__ = [
     "RunOptions",
     "SamplingParams",
     "Scheme",
+    "ServedOptions",
     "ServerSettings",
     "Target",
     "TextOptions",

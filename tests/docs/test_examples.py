@@ -55,7 +55,8 @@ def test_the_demo_serves_measures_and_ends_with_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent / "src"))
-    monkeypatch.setattr(minifloat, "compare_models", partial(minifloat.compare_models, prompts=0, max_tokens=2000))
+    options = minifloat.CompareOptions(prompts=0, max_tokens=2000)
+    monkeypatch.setattr(minifloat, "compare_models", partial(minifloat.compare_models, options=options))
     demo = runpy.run_path(str(EXAMPLES / "demo.py"), run_name="demo")
 
     def ask_with_and_without_openai(url: str, model: str) -> None:

@@ -101,7 +101,7 @@ def bench(params: BenchParams) -> None:
     """
     from minifloat.commands.display.bench import print_gains
     from minifloat.commands.display.console import progress_bar
-    from minifloat.evaluate.bench import bench_checkpoint
+    from minifloat.evaluate.bench import BenchOptions, bench_checkpoint
     from minifloat.evaluate.bench.shapes import model_pair
 
     _require_usable(params)
@@ -111,10 +111,7 @@ def bench(params: BenchParams) -> None:
         model_pair(out, params.baseline, params.shape, params.scheme, params.models_dir) as (baseline, candidate),
         progress_bar(enabled=not params.as_json) as progress,
     ):
-        report = bench_checkpoint(
-            candidate,
-            baseline,
-            workload=workload,
+        options = BenchOptions(
             device=params.device,
             threads=params.threads,
             lm_head=params.lm_head,
@@ -123,9 +120,9 @@ def bench(params: BenchParams) -> None:
             speculate=params.speculate,
             draft=params.draft,
             draft_tokens=params.draft_tokens,
-            progress=progress,
             revision=params.revision,
         )
+        report = bench_checkpoint(candidate, baseline, workload, options, progress=progress)
     if params.as_json:
         print_json(report)
     else:

@@ -220,13 +220,9 @@ def compare(params: CompareParams) -> None:
 
 
 def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
-    from minifloat.evaluate.compare import compare_models
+    from minifloat.evaluate.compare import CompareOptions, compare_models
 
-    return compare_models(
-        params.baseline,
-        params.candidates,
-        params.data,
-        progress=progress,
+    options = CompareOptions(
         revision=params.revision,
         window=params.window,
         max_tokens=params.max_tokens,
@@ -247,10 +243,12 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
         resume=params.resume,
         command=shlex.join(["minifloat", *sys.argv[1:]]),
     )
+    return compare_models(params.baseline, params.candidates, params.data, options, progress=progress)
 
 
 def _measure_served(params: CompareParams, progress: Progress | None) -> Comparison:
     """Judge a server."""
+    from minifloat.evaluate.compare import ServedOptions
     from minifloat.evaluate.compare.served import compare_served
 
     context = click.get_current_context()
@@ -258,13 +256,9 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is about models that are loaded here, not about a server")
-    return compare_served(
-        params.baseline,
-        str(params.served),
-        params.data,
+    options = ServedOptions(
         model=params.served_model,
         api_key=params.api_key,
-        progress=progress,
         revision=params.revision,
         window=params.window,
         max_tokens=params.max_tokens,
@@ -273,6 +267,7 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
         device=params.device,
         command=shlex.join(["minifloat", *sys.argv[1:]]),
     )
+    return compare_served(params.baseline, str(params.served), params.data, options, progress=progress)
 
 
 def _write_report(comparison: Comparison, path: Path) -> None:

@@ -4,13 +4,13 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from comparing import compare_models
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,13 +19,10 @@ from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import TextOptions, calibrate
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.evaluate.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
-from minifloat.evaluate.compare.evaluate import compare_models as compare_with_generation
 from minifloat.model.runtime.load import load
 from minifloat.quantize.job import quantize_checkpoint
 
 MakeModel = Callable[..., Path]
-
-compare_models = partial(compare_with_generation, prompts=0)
 
 TEXT = "The quick brown fox jumps over the lazy dog; naïve café. " * 6
 
@@ -307,9 +304,7 @@ def test_the_tolerance_decides_the_outcome(llama_folder: Path, tmp_path: Path, t
 
 def test_beginnings_of_windows_are_continued_by_all_models(llama_folder: Path, tmp_path: Path, text: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    result = compare_with_generation(
-        llama_folder, [llama_folder, tmp_path / "q"], [text], window=40, prompts=5, new_tokens=12
-    )
+    result = compare_models(llama_folder, [llama_folder, tmp_path / "q"], [text], window=40, prompts=5, new_tokens=12)
     itself, quantized = (candidate.generation for candidate in result.candidates)
     assert itself is not None
     assert quantized is not None
@@ -319,7 +314,7 @@ def test_beginnings_of_windows_are_continued_by_all_models(llama_folder: Path, t
 
 
 def test_an_error_of_the_continuations_becomes_a_note_and_the_scores_are_kept(llama_folder: Path, text: Path) -> None:
-    result = compare_with_generation(llama_folder, llama_folder, [text], window=40, prompts=2, new_tokens=97)
+    result = compare_models(llama_folder, llama_folder, [text], window=40, prompts=2, new_tokens=97)
     assert result.outcome is Outcome.PASSED
     assert result.candidates[0].generation is None
     (note,) = result.notes
@@ -330,7 +325,7 @@ def test_an_error_of_the_continuations_becomes_a_note_and_the_scores_are_kept(ll
 def test_a_text_too_short_to_continue_has_no_continuations(llama_folder: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Zürich, überall.", encoding="utf-8")
-    assert compare_with_generation(llama_folder, llama_folder, [short]).candidates[0].generation is None
+    assert compare_models(llama_folder, llama_folder, [short], prompts=32).candidates[0].generation is None
 
 
 def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(

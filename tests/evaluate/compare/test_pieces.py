@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import compare_models
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare import models, pieces
-from minifloat.evaluate.compare.evaluate import compare_models
 from minifloat.evaluate.compare.models import Predictor
 
 MakeModel = Callable[..., Path]
 
 TEXT = "The quick brown fox jumps over the lazy dog; naive cafe. " * 6
 
-compare_tokens = partial(compare_models, prompts=0, dtype="float32")
+compare_tokens = partial(compare_models, dtype="float32")
 
 
 @pytest.mark.parametrize(

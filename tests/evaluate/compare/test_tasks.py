@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from comparing import compare_models
 
 from minifloat.commands.main import main
 from minifloat.errors import DataError, NonFiniteError, UnknownNameError, UsageError
-from minifloat.evaluate.compare import compare_models
 from minifloat.evaluate.compare.intervals import FEWEST_UNITS
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskRun, compare_tasks, load_tasks, run_tasks
 from minifloat.evaluate.compare.tasks.difference import mcnemar

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import compare_models
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.engine import Engine, SamplingParams
 from minifloat.errors import KernelUnavailable, UnknownNameError, UsageError
-from minifloat.evaluate.compare import compare_models
 from minifloat.kernels.linear import int8_inputs, int8_reference
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.activations import INT8_INPUTS, allows_int8

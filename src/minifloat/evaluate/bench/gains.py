@@ -183,21 +183,52 @@ class GainsReport(ShortReport):
         return path
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The engines of a bench; those of the candidate alone are `lm_head` to `draft_tokens`.
+
+    Attributes:
+        device: Device of both engines, as in `Engine`.
+        threads: Number of threads of each engine; None: as many as the process may use.
+        lm_head: Output layer, as in `Engine`.
+        activations: Inputs of quantized weights, as in `Engine`.
+        kv_cache_dtype: KV cache, as in `Engine`.
+        speculate: Speculation, as in `Engine`.
+        draft: Draft model, as in `Engine`.
+        draft_tokens: Largest number of drafts per sequence and step, as in `Engine`; None: its default.
+        revision: Branch, tag or commit of a baseline of the hub.
+    """
+
+    device: str = "cpu"
+    threads: int | None = None
+    lm_head: str = "auto"
+    activations: str = "auto"
+    kv_cache_dtype: str = "auto"
+    speculate: str | None = None
+    draft: str | None = None
+    draft_tokens: int | None = None
+    revision: str | None = None
+
+    def engines(self, load: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options of the engines of baseline and candidate."""
+        # Every prompt of the largest batch runs at once and at full length.
+        both: dict[str, Any] = {
+            "max_model_len": load.length,
+            "max_num_seqs": max(load.batch_sizes),
+            "prefix_cache": False,
+        }
+        both["device"] = self.device
+        own = ("lm_head", "activations", "kv_cache_dtype", "speculate", "draft", "draft_tokens")
+        return both, both | {name: value for name in own if (value := getattr(self, name)) is not None}
+
+
 def bench_checkpoint(
     candidate: str | os.PathLike[str],
     baseline: str | os.PathLike[str],
-    *,
     workload: Workload | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    lm_head: str = "auto",
-    activations: str = "auto",
-    kv_cache_dtype: str = "auto",
-    speculate: str | None = None,
-    draft: str | None = None,
-    draft_tokens: int = 7,
+    options: BenchOptions | None = None,
+    *,
     progress: Progress | None = None,
-    revision: str | None = None,
 ) -> GainsReport:
     """Measure memory and latency of a quantized checkpoint and of its original, and return both with the gains.
 
@@ -205,16 +236,8 @@ def bench_checkpoint(
         candidate: The quantized checkpoint: a folder or a model of the hub.
         baseline: The original checkpoint: a folder or a model of the hub.
         workload: Lengths of prompts and outputs, and batch sizes; None: `Workload()`.
-        device: Device of both engines, as in `Engine`.
-        threads: Number of threads of each engine; None: as many as the process may use.
-        lm_head: Option of the candidate's engine, as in `Engine`.
-        activations: Option of the candidate's engine, as in `Engine`.
-        kv_cache_dtype: Option of the candidate's engine, as in `Engine`.
-        speculate: Option of the candidate's engine, as in `Engine`.
-        draft: Option of the candidate's engine, as in `Engine`.
-        draft_tokens: Option of the candidate's engine, as in `Engine`.
+        options: The engines; None: `BenchOptions()`.
         progress: Called from this thread before each turn and at the end.
-        revision: Branch, tag or commit of a baseline of the hub, as in `minifloat.checkpoint.hub.model_folder`.
 
     Raises:
         UsageError: An argument is out of range.
@@ -222,51 +245,48 @@ def bench_checkpoint(
         HubError: The hub has no such model, refuses it, or cannot be reached.
         MinifloatError: An engine cannot be created, or its process ended; the message states the reason.
     """
-    load = workload or Workload()
-    threads = min(threads or processors.limit(), processors.limit())
-    # Every prompt of the largest batch runs at once and at full length.
-    options: dict[str, Any] = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes)}
-    options |= {"prefix_cache": False, "device": device}
-    candidate_options = options | {
-        "lm_head": lm_head,
-        "activations": activations,
-        "kv_cache_dtype": kv_cache_dtype,
-    }
-    candidate_options |= {"speculate": speculate, "draft": draft, "draft_tokens": draft_tokens}
+    load, options = workload or Workload(), options or BenchOptions()
+    threads = min(options.threads or processors.limit(), processors.limit())
+    engines = options.engines(load)
     contenders = (
-        _Contender(model_folder(baseline, revision=revision), options, threads),
-        _Contender(model_folder(candidate), candidate_options, threads),
+        _Contender(model_folder(baseline, revision=options.revision), engines[0], threads),
+        _Contender(model_folder(candidate), engines[1], threads),
     )
     reads = [contender.read_seconds() for contender in contenders]
     needed = sum(contender.nbytes + _OVERHEAD_BYTES for contender in contenders) + _PROBE_BYTES
-    gpu = None if device == "cpu" else _gpu(device)
+    gpu = None if options.device == "cpu" else _gpu(options.device)
     together = needed < (psutil.virtual_memory().available if gpu is None else gpu.free)
     bandwidths: list[float] = []
+    turns = load.rounds * len(contenders)
     with ExitStack() as stack:
         for contender in contenders:
             stack.callback(contender.close)
         before_rounds = CpuTime.now(())
         for number in range(load.rounds):
-            if gpu is not None:
-                bandwidths.append(gpu_read_bandwidth(gpu.device, _PROBE_BYTES, _PROBE_PASSES).median)
-            elif native.load() is not None:
-                bandwidths.append(read_bandwidth(_PROBE_BYTES, threads, _PROBE_PASSES).median)
+            bandwidths += _bandwidth(gpu, threads)
             for index, contender in enumerate(contenders):
                 if progress is not None:
-                    turn = number * len(contenders) + index
-                    progress(turn, load.rounds * len(contenders), f"round {number + 1}: {model_name(contender.path)}")
+                    done = number * len(contenders) + index
+                    progress(done, turns, f"round {number + 1}: {model_name(contender.path)}")
                 contender.turn(load, number)
                 if not together:
                     contender.close()
         running = [contender.process_id for contender in contenders if contender.process_id is not None]
         use = MachineUse.between(before_rounds, CpuTime.now(running))
     if progress is not None:
-        progress(load.rounds * len(contenders), load.rounds * len(contenders), "done")
+        progress(turns, turns, "done")
     before, after = (
         contender.figures(load, seconds, bandwidths) for contender, seconds in zip(contenders, reads, strict=True)
     )
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return GainsReport(date, _machine(threads, gpu), load, tuple(bandwidths), together, before, after, use)
+
+
+def _bandwidth(gpu: _Gpu | None, threads: int) -> list[float]:
+    """Measure the read bandwidth in bytes per second; nothing without native kernels."""
+    if gpu is not None:
+        return [gpu_read_bandwidth(gpu.device, _PROBE_BYTES, _PROBE_PASSES).median]
+    return [] if native.load() is None else [read_bandwidth(_PROBE_BYTES, threads, _PROBE_PASSES).median]
 
 
 class _Contender:

@@ -2,7 +2,7 @@
 
 from minifloat.evaluate.compare.evaluate import compare_models
 from minifloat.evaluate.compare.intervals import Estimate
-from minifloat.evaluate.compare.options import CompareOptions
+from minifloat.evaluate.compare.options import CompareOptions, ServedOptions
 from minifloat.evaluate.compare.result import CandidateResult, Comparison
 from minifloat.evaluate.compare.summary import Summary
 from minifloat.evaluate.compare.verdict import Outcome, Tolerance, Verdict
@@ -13,6 +13,7 @@ __all__ = [
     "Comparison",
     "Estimate",
     "Outcome",
+    "ServedOptions",
     "Summary",
     "Tolerance",
     "Verdict",

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import transformers
@@ -31,10 +31,11 @@ from minifloat.evaluate.compare.models import (
     ModelLike,
     Predictor,
     common_tokenizer,
+    load_options,
     longest_window,
     match_experts_implementation,
 )
-from minifloat.evaluate.compare.options import CompareKeywords, CompareOptions
+from minifloat.evaluate.compare.options import CompareOptions
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.scoring_pass import ModelsPass
 from minifloat.evaluate.compare.tasks import load_tasks
@@ -44,9 +45,9 @@ def compare_models(
     baseline: ModelLike,
     candidates: ModelLike | Sequence[ModelLike],
     data: SourceLike | Sequence[SourceLike] = (),
+    options: CompareOptions | None = None,
     *,
     progress: Progress | None = None,
-    **options: Unpack[CompareKeywords],
 ) -> Comparison:
     """Measure how far the candidates' predictions are from the baseline's, and judge whether they are close enough.
 
@@ -68,8 +69,8 @@ def compare_models(
         candidates: One or several models, given like the baseline.
         data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
             a ``#``. By default the two short texts that come with minifloat.
+        options: How the models run, and what is measured; None: `CompareOptions()`.
         progress: Called after each batch with tokens done, tokens in total, and the name of the text.
-        options: Fields of `CompareOptions`.
 
     Raises:
         UsageError: If two models have different vocabularies, if a text or window cannot be used, or if `resume` is a
@@ -78,10 +79,10 @@ def compare_models(
         NonFiniteError: If a model's logits are NaN or Inf; the message names the first such token.
         CheckpointError: If a folder cannot be loaded.
         HubError: If the hub does not have the model, refuses it, or cannot be reached.
-        UnknownNameError: If `dtype` or `kv_cache` is not a valid name.
+        UnknownNameError: If a task is not a valid name.
     """
     comparison = _RunningComparison(
-        baseline, _as_list(candidates), as_sources(data), CompareOptions(**options), progress
+        baseline, _as_list(candidates), as_sources(data), options or CompareOptions(), progress
     )
     return comparison.result()
 
@@ -106,7 +107,7 @@ class _RunningComparison:
         tasks = load_tasks(options.tasks, include_path=options.task_path) if options.tasks else None
         self._options, self._progress = options, progress
         self._notes: list[str] = []
-        self.baseline = Predictor.of(baseline, options.load_options(), options.revision)
+        self.baseline = Predictor.of(baseline, _load_options(options), options.revision)
         self.candidates = [variant for candidate in candidates for variant in self._variants(candidate)]
         models = (self.baseline, *self.candidates)
         self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(models)
@@ -132,7 +133,8 @@ class _RunningComparison:
     def _variants(self, candidate: ModelLike) -> list[Predictor]:
         """Load a candidate and return it as declared, with its other variants if the options request them."""
         options = self._options
-        model = Predictor.of(candidate, options.candidate_options(), read_kv_scales=options.kv_cache != "none")
+        own = _load_options(options) | {"lm_head": options.lm_head, "activations": options.activations}
+        model = Predictor.of(candidate, own, read_kv_scales=options.kv_cache != "none")
         if isinstance(candidate, PreTrainedModel):
             return [model]
         new_cache = self._new_cache(model)
@@ -213,6 +215,10 @@ def _fingerprint(model: Predictor) -> dict[str, Any]:
         "kv_cache": model.new_cache is not None,
         "lm_head": model.lm_head,
     }
+
+
+def _load_options(options: CompareOptions) -> dict[str, Any]:
+    return load_options(options) | {"weight_only": options.weight_only}
 
 
 def _as_list(candidates: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:

@@ -24,8 +24,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
+from minifloat.engine.options import DTYPES
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.kv_cache import CacheFactory
+from minifloat.evaluate.compare.options import ScoringOptions
 from minifloat.evaluate.compare.pieces import continues, piece_tokens, plain_cache, run_in_pieces
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.layouts import describe
@@ -52,6 +54,12 @@ _WHOLE_LOGITS = 2**31
 _TRIAL_TOLERANCE = 1e-2
 
 ModelLike = PreTrainedModel | str | os.PathLike[str]
+
+
+def load_options(options: ScoringOptions) -> dict[str, Any]:
+    """Return the keyword arguments for `minifloat.model.runtime.load.load` of a baseline."""
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    return {"dtype": dtype, "device": options.device, "impl": options.impl}
 
 
 @dataclass(eq=False)

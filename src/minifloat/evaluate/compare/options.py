@@ -1,67 +1,82 @@
-"""The settings of `minifloat.evaluate.compare.compare_models`."""
+"""The options of `compare_models` and `compare_served`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
 
-import torch
-
+from minifloat.engine.options import DTYPES
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.evaluate.compare.verdict import Tolerance
 from minifloat.model.runtime.activations import ACTIVATIONS
 from minifloat.model.runtime.lm_head import LM_HEADS
 
 KV_CACHES = ("auto", "none", "fp8")
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class ServedKeywords(TypedDict, total=False):
-    """Those fields of `CompareOptions` that have a meaning for a server too; the others are about loaded models."""
-
-    window: int | None
-    max_tokens: int | None
-    tolerance: Tolerance
-    dtype: str | None
-    device: str | torch.device
-    impl: str
-    revision: str | None
-    command: str
-
-
-class CompareKeywords(ServedKeywords, total=False):
-    """The fields of `CompareOptions`, as keyword arguments."""
-
-    weight_only: bool
-    kv_cache: str
-    variants: bool
-    lm_head: str
-    activations: str
-    prompts: int
-    new_tokens: int
-    tasks: Sequence[str]
-    task_path: str | os.PathLike[str] | None
-    task_limit: int | None
-    attribute: float
-    resume: str | os.PathLike[str] | None
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """The settings of a comparison.
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions:
+    """The options of every comparison.
 
     Attributes:
+        window: Tokens per window, up to the context of the models; None: 256. Above 512, KL is shown by position.
         max_tokens: Number of tokens to use from the start of each text; None: all.
-        task_limit: Number of items of each task to use; None: all.
+        tolerance: The bounds of the verdict.
+        dtype: Dtype of the activations of all models, a name in `DTYPES`; None: that of each config.json.
+        device: Device of the models, as in `Engine`.
+        impl: Implementation of the kernels, as in `load`.
+        revision: Branch, tag or commit of a baseline of the hub.
+        command: The command line, for the report.
     """
 
     window: int | None = None
     max_tokens: int | None = None
     tolerance: Tolerance = field(default_factory=Tolerance)
     dtype: str | None = None
-    device: str | torch.device = "cpu"
+    device: str = "cpu"
+    impl: str = "auto"
+    revision: str | None = None
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UnknownNameError("dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions(ScoringOptions):
+    """The options of `compare_served`, besides those of `ScoringOptions`.
+
+    Attributes:
+        model: Name of the model on the server; None: the first that it lists.
+        api_key: The server's key.
+    """
+
+    model: str | None = None
+    api_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ScoringOptions):
+    """The options of `compare_models`, besides those of `ScoringOptions`.
+
+    Attributes:
+        weight_only: Do not quantize inputs, whatever a checkpoint declares.
+        kv_cache: KV cache of the candidates: "auto" is FP8 where the checkpoint declares it, "none" rounds no keys and
+            values, "fp8" rounds them.
+        variants: Run a candidate that declares quantized inputs or an FP8 KV cache without these too.
+        lm_head: Output layer of the candidates, as in `Engine`.
+        activations: Inputs of the candidates' quantized weights: "int8" allows the CPU's kernels to round them.
+        prompts: Number of prompts to continue greedily; 0: none.
+        new_tokens: Tokens per continuation.
+        tasks: Names of tasks of lm-evaluation-harness to run.
+        task_path: A folder of task files.
+        task_limit: Number of items of each task to use; None: all.
+        attribute: Seconds of the search for the modules that do the damage; 0: no search.
+        resume: Folder that keeps the scores, so that the same call continues after an interruption.
+    """
+
     weight_only: bool = False
     kv_cache: str = "auto"
     variants: bool = False
@@ -73,28 +88,12 @@ class CompareOptions:
     task_path: str | os.PathLike[str] | None = None
     task_limit: int | None = None
     attribute: float = 0.0
-    impl: str = "auto"
     resume: str | os.PathLike[str] | None = None
-    revision: str | None = None
-    command: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise UnknownNameError("dtype", self.dtype, _DTYPES)
-        if self.kv_cache not in KV_CACHES:
-            raise UnknownNameError("kv_cache", self.kv_cache, KV_CACHES)
-        if self.lm_head not in LM_HEADS:
-            raise UnknownNameError("lm_head", self.lm_head, LM_HEADS)
-        if self.activations not in ACTIVATIONS:
-            raise UnknownNameError("activations", self.activations, ACTIVATIONS)
+        super().__post_init__()
+        for name, table in (("kv_cache", KV_CACHES), ("lm_head", LM_HEADS), ("activations", ACTIVATIONS)):
+            if getattr(self, name) not in table:
+                raise UnknownNameError(name, getattr(self, name), table)
         if self.prompts < 0 or self.new_tokens < 1:
             raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
-
-    def load_options(self) -> dict[str, Any]:
-        """Return the keyword arguments for `minifloat.model.runtime.load.load` of the baseline."""
-        dtype = None if self.dtype is None else _DTYPES[self.dtype]
-        return {"dtype": dtype, "device": self.device, "weight_only": self.weight_only, "impl": self.impl}
-
-    def candidate_options(self) -> dict[str, Any]:
-        """Return the keyword arguments for `minifloat.model.runtime.load.load` of the candidates."""
-        return self.load_options() | {"lm_head": self.lm_head, "activations": self.activations}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import compare_models
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.evaluate.compare import compare_models
 from minifloat.evaluate.compare.attribution import Suggestion, attribute
 from minifloat.evaluate.compare.attribution.budget import TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference, Location, find_differences

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from comparing import compare_models, compare_served
 from safetensors.torch import load_file, save_file
 from serving import running
 
 from minifloat.commands.main import main
 from minifloat.engine import Engine
 from minifloat.errors import UsageError
-from minifloat.evaluate.compare import Outcome, compare_models
+from minifloat.evaluate.compare import Outcome
 from minifloat.evaluate.compare.pages.page import compare_page
-from minifloat.evaluate.compare.served import compare_served
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.connection import ServerError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +16,8 @@ from minifloat.errors import UsageError
 from minifloat.evaluate.compare.assembly import as_sources, assembled, judged, model_record, window_tokens
 from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
 from minifloat.evaluate.compare.metrics import Distribution, FloatArray, TokenScores, concatenate
-from minifloat.evaluate.compare.models import ModelLike, Predictor, common_tokenizer, longest_window
-from minifloat.evaluate.compare.options import CompareOptions, ServedKeywords
+from minifloat.evaluate.compare.models import ModelLike, Predictor, common_tokenizer, load_options, longest_window
+from minifloat.evaluate.compare.options import ServedOptions
 from minifloat.evaluate.compare.result import Comparison, ModelRecord, ServedRecord
 from minifloat.evaluate.compare.scoring_pass import BatchTokens, ScoringPass
 from minifloat.evaluate.compare.served.answers import ServedModel
@@ -34,11 +34,9 @@ def compare_served(
     baseline: ModelLike,
     url: str,
     data: SourceLike | Sequence[SourceLike] = (),
+    options: ServedOptions | None = None,
     *,
-    model: str | None = None,
-    api_key: str | None = None,
     progress: Progress | None = None,
-    **options: Unpack[ServedKeywords],
 ) -> Comparison:
     """Measure how far a server's predictions are from the baseline's, and judge whether they are close enough.
 
@@ -51,26 +49,21 @@ def compare_served(
         url: Address of a server with OpenAI's API whose ``/v1/completions`` has ``echo`` with ``logprobs`` and takes
             token ids: minifloat, vLLM, SGLang.
         data: Text, as for `compare_models`.
-        model: Name of the model on the server; None: the first that it lists.
-        api_key: The server's key.
+        options: How the baseline runs, and the model on the server; None: `ServedOptions()`.
         progress: Called after each batch with tokens done, tokens in total, and the name of the text.
-        options: Fields of `CompareOptions`, those that `ServedKeywords` names.
 
     Raises:
         ServerError: If the server cannot be reached or refuses a request.
         UsageError: If the server gives no log-probabilities of prompts, or has another tokenizer.
         MinifloatError: As `compare_models`.
     """
-    unknown = options.keys() - ServedKeywords.__annotations__.keys()
-    if unknown:
-        raise UsageError(f"{', '.join(sorted(unknown))}: not for a server, which runs its model as it does")
-    settings = CompareOptions(**options)
+    settings = options or ServedOptions()
     sources = as_sources(data)
     for source in sources:
         locate(as_source(source))  # report a missing source before loading the model
-    connection = Connection(url, api_key)
-    listed = connection.listed_model(model)  # reports a missing server before the model is loaded
-    predictor = Predictor.of(baseline, settings.load_options(), settings.revision)
+    connection = Connection(url, settings.api_key)
+    listed = connection.listed_model(settings.model)  # reports a missing server before the model is loaded
+    predictor = Predictor.of(baseline, load_options(settings), settings.revision)
     tokenizer = common_tokenizer([predictor])
     served = ServedModel(connection, str(listed["id"]), tokenizer)
     _check_tokenizer(served, url, tokenizer)
