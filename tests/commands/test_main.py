@@ -265,7 +265,8 @@ def test_the_dataclass_of_a_command_has_a_field_for_every_parameter(name: str) -
     assert callback is not None
     params_class = inspect.getclosurevars(callback).nonlocals.get("params_class")
     if params_class is None:
-        names = set(inspect.signature(callback).parameters) - {"sampling"}
+        parameters = inspect.signature(callback).parameters.values()
+        names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         assert names <= {parameter.name for parameter in command.params}
     else:
         assert {field.name for field in fields(params_class)} == {parameter.name for parameter in command.params}

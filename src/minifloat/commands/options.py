@@ -58,6 +58,16 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 SIZE = Size()
 
 
+def format_size(nbytes: int) -> str:
+    """Return a number of bytes as `SIZE` reads it: 8388608 is 8MiB."""
+    name, factor = max(
+        ((unit, factor) for unit, factor in _SIZE_UNITS.items() if len(unit) != 1 and nbytes % factor == 0),
+        key=lambda unit: unit[1],
+        default=("B", 1),
+    )
+    return f"{nbytes // factor}{name}"
+
+
 def pass_params(params_class: Callable[..., _Params]) -> Callable[[Callable[[_Params], None]], Callable[..., None]]:
     """Pass a command's parameters as one dataclass, whose fields have the names of the parameters."""
 

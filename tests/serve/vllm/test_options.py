@@ -18,13 +18,13 @@ from minifloat.serve.vllm.options import _OWN_OPTIONS, _TRANSLATED, ONLY_VLLM
 #: Options of minifloat's engine that vLLM lacks or defines differently.
 ONLY_MINIFLOAT = {
     "deterministic",
-    "allowed_host",
+    "allowed_hosts",
     "device",
     "draft",
     "draft_tokens",
     "lm_head",
     "activations",
-    "max_body_size",
+    "max_body_bytes",
     "max_connections",
     "max_num_queued_reqs",
     "max_prompt_characters",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minifloat.errors import StorageError, UsageError
+from minifloat.numerics.ranges import Bytes, Count, Natural, NonNegative, Port, Positive, require_in_range
 
 _MIB = 1 << 20
 #: Characters per token of the context that a prompt may have. Text has about four; long runs of blanks have more.
@@ -27,42 +28,50 @@ class ServerSettings:
 
     Attributes:
         model_name: Name of the model in requests.
-        host: Address to listen on.
-        port: TCP port; 0 lets the system choose one.
+        host: Address to listen on; 0.0.0.0 is every address.
+        port: TCP port; 0 lets the system choose a free one.
         api_keys: SHA-256 of the keys of which a request must carry one; empty: no key is needed.
-        allowed_hosts: Names that a ``Host`` header may have; on a loopback address its own names are always allowed.
-            Empty on any other address: every name is allowed.
+        allowed_hosts: Host name to answer to; repeatable. A loopback address has its own names too; another one without
+            names has all.
         chat_template: Jinja template instead of the tokenizer's own.
-        max_body_bytes: Size of the largest body of a request.
-        max_header_bytes: Size of the largest request line with headers.
-        max_connections: Number of open connections. Beyond it, the oldest one that waits for its client makes room; if
-            all are at work, more get 503.
-        keep_alive_timeout: Seconds that a connection may be open without a byte of a next request.
-        read_timeout: Seconds in which a client must have sent the head, and then the body, of a request.
-        write_timeout: Seconds in which a client must take 64 KiB of its answer, or all that is written of it.
+        max_body_bytes: Largest body of a request.
+        max_header_bytes: Largest request line with headers.
+        max_prompt_characters: Longest prompt to tokenize; None: 32 per token of context.
+        max_num_queued_reqs: Requests that may wait; more get 503.
+        max_connections: Open connections. Beyond it, the oldest one that waits for its client makes room; if all are at
+            work, more get 503.
+        keep_alive_timeout: Seconds until an idle connection is closed; more than a proxy keeps it.
+        read_timeout: Seconds for a client to send a head, and then a body.
+        write_timeout: Seconds for a client to take 64 KiB of its answer, or all that is written of it.
         request_timeout: Seconds from the arrival of a request to the end of its answer.
         shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
         render_seconds: Seconds of processor time that a chat template may take.
-        max_prompt_characters: Length of the longest prompt that is tokenized; None: in proportion to the context of the
-            model.
+        threads: Threads to compute with; None: torch's.
+        quiet: Whether to log warnings only, not every request.
     """
 
     model_name: str
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Port = 8000
     api_keys: frozenset[bytes] = field(default=frozenset(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     chat_template: str | None = None
-    max_body_bytes: int = 8 * _MIB
-    max_header_bytes: int = 16 * 1024
-    max_connections: int = 2048
-    keep_alive_timeout: float = 30.0
-    read_timeout: float = 30.0
-    write_timeout: float = 30.0
-    request_timeout: float = 600.0
-    shutdown_timeout: float = 30.0
-    render_seconds: float = 2.0
-    max_prompt_characters: int | None = None
+    max_body_bytes: Bytes = 8 * _MIB
+    max_header_bytes: Bytes = 16 * 1024
+    max_prompt_characters: Count | None = None
+    max_num_queued_reqs: Natural = 256
+    max_connections: Count = 2048
+    keep_alive_timeout: Positive = 30.0
+    read_timeout: Positive = 30.0
+    write_timeout: Positive = 30.0
+    request_timeout: Positive = 600.0
+    shutdown_timeout: NonNegative = 30.0
+    render_seconds: Positive = 2.0
+    threads: Count | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        require_in_range(self)
 
     @property
     def on_loopback(self) -> bool:

@@ -24,10 +24,6 @@ _LOG = logging.getLogger("minifloat.server")
 def serve_checkpoint(
     path: str | os.PathLike[str],
     settings: ServerSettings | None = None,
-    *,
-    max_queue: int = 256,
-    threads: int | None = None,
-    quiet: bool = False,
     **engine: Unpack[EngineKeywords],
 ) -> None:
     """Load a checkpoint and serve it until SIGTERM, SIGINT or SIGHUP.
@@ -35,9 +31,6 @@ def serve_checkpoint(
     Args:
         path: Checkpoint: a folder or a model of the hub.
         settings: Name, keys and limits of the server; None: the defaults, under the name of the folder or model.
-        max_queue: Number of requests that may wait.
-        threads: Number of threads to compute with; None: torch's choice.
-        quiet: Whether to log warnings only.
         engine: Options of `Engine`.
 
     Raises:
@@ -45,7 +38,7 @@ def serve_checkpoint(
         CheckpointError: If the checkpoint cannot be loaded.
     """
     settings = settings or ServerSettings(model_name(os.fspath(path)))
-    with logging_to_stderr(quiet=quiet), bind(settings.host, settings.port) as listening:
+    with logging_to_stderr(quiet=settings.quiet), bind(settings.host, settings.port) as listening:
         _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
         packed_cache = engine.get("packed_cache")
         with starting(
@@ -59,13 +52,13 @@ def serve_checkpoint(
             from minifloat.engine import AsyncEngine, Engine
             from minifloat.kernels.threads import set_threads
 
-            if threads is not None:
-                set_threads(threads)
+            if settings.threads is not None:
+                set_threads(settings.threads)
             with importing("minifloat.serve.server.app"):
                 loaded = Engine(path, **engine)
             from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
-        serve(AsyncEngine(loaded, max_queue), settings, listening)
+        serve(AsyncEngine(loaded, settings.max_num_queued_reqs), settings, listening)
 
 
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:

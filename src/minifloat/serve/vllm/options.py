@@ -161,4 +161,5 @@ def vllm_options(
 
 def flag(name: str) -> str:
     """Return the command-line option of a parameter: ``--max-model-len`` of ``max_model_len``."""
-    return "--" + name.replace("_", "-")
+    renamed = {"allowed_hosts": "--allowed-host", "max_body_bytes": "--max-body-size"}
+    return renamed.get(name, "--" + name.replace("_", "-"))
