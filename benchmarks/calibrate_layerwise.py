@@ -31,7 +31,7 @@ from dataclasses import replace
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.whole import calibrate_whole
 from minifloat.calibration.stats_file import write_stats
 from minifloat.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ model, out, histogram, max_memory, device, *sizes = sys.argv[1:]
 samples, length, vocabulary = map(int, sizes)
 draw = random.Random(0)
 data = CalibrationSet(tuple(tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(samples)))
-options = RunOptions(histogram=histogram == "True", device=device, work_dir=Path(out).with_suffix(".work"))
+options = CalibrateOptions(histogram=histogram == "True", device=device, work_dir=Path(out).with_suffix(".work"))
 start = time.perf_counter()
 with Checkpoint.open(model) as checkpoint:
     opened = CalibrationModel(checkpoint, options)

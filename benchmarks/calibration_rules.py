@@ -16,10 +16,10 @@ from pathlib import Path
 import click
 
 from minifloat import CompareOptions, compare_models, quantize_checkpoint
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, calibrate
+from minifloat.calibration.session import calibrate
 
 RULES = ("max", "delayed", "percentile:percentile=99.99", "mse")
 
@@ -41,7 +41,7 @@ def main(
     click.echo("|---|---|---|" + "---|---|" * len(texts))
     floor_shown = False
     for source in sources:
-        collected = calibrate(model, [source], TextOptions(samples, seq_len), RunOptions(histogram=True))
+        collected = calibrate(model, [source], CalibrateOptions(samples, seq_len, histogram=True))
         for rule in RULES:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out"

@@ -32,9 +32,10 @@ def make_model(folder: Path, scheme: str) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from minifloat import quantize_checkpoint
+    from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import Calibration
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import TextOptions, calibrate
+    from minifloat.calibration.session import calibrate
 
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -53,7 +54,7 @@ def make_model(folder: Path, scheme: str) -> Path:
     write_tokenizer(folder / "model")
     text = folder / "text.txt"
     text.write_text(" ".join(f"t{7 * i % VOCAB}" for i in range(4096)))
-    stats = calibrate(folder / "model", [text], TextOptions(samples=4, seq_len=512)).stats
+    stats = calibrate(folder / "model", [text], CalibrateOptions(samples=4, seq_len=512)).stats
     calibration = Calibration(stats, parse_rule("max"))  # for the scales of keys and values
     quantize_checkpoint(folder / "model", folder / scheme, scheme, calibration=calibration, kv_cache=True)
     return folder / scheme

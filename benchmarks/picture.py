@@ -25,8 +25,9 @@ from typing import Any
 import click
 
 from minifloat import SCHEMES, CompareOptions, compare_models, quantize_checkpoint
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
-from minifloat.calibration.session import TextOptions, calibrate
+from minifloat.calibration.session import calibrate
 from minifloat.evaluate.bench import bench_checkpoint
 from minifloat.evaluate.bench.figures import spread
 from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse
@@ -144,8 +145,8 @@ def _needs_scales(name: str) -> bool:
 
 def _calibration(model: Path, folder: Path) -> Calibration:
     """Return statistics of the inputs on the example text, for the schemes with static scales."""
-    text = TextOptions(samples=SAMPLES, seq_len=256, seed=0)
-    return calibrate(str(model), (str(TEXT),), text, own_text_file=folder / "own")
+    options = CalibrateOptions(samples=SAMPLES, seq_len=256, own_text_file=folder / "own")
+    return calibrate(str(model), (str(TEXT),), options)
 
 
 def _load(figures: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import numpy as np
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.layouts import compressed_tensors
 from minifloat.model.plan.quantization import make_plan
@@ -70,7 +70,7 @@ def main(model: Path, method: str, scheme: str, samples: int, seq_len: int, no_f
         sequences = tuple(map(tuple, ids))
         kept, held_out = CalibrationSet(sequences[:samples]), CalibrationSet(sequences[samples:])
         plan = make_plan(checkpoint, get_scheme(scheme), compressed_tensors.WRITER)
-        run = RunOptions(max_memory=1 << 62)
+        run = CalibrateOptions(max_memory=1 << 62)
         started = time.perf_counter()
         calibrate_layerwise(CalibrationModel(checkpoint, run), kept, run)
         forward = time.perf_counter() - started

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import minifloat
-from minifloat.calibration.session import TextOptions
+from minifloat.calibration.options import TextOptions
 from minifloat.commands.display.report import print_results
 from minifloat.evaluate.checkpoint_report import read_results
 from minifloat.evaluate.compare.pages.words import verdict_line

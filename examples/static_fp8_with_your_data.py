@@ -19,7 +19,7 @@ TEXT = sys.argv[1] if len(sys.argv) > 1 else HERE / "texts" / "stories_calibrati
 OUT = Path(tempfile.mkdtemp(prefix="minifloat-"))
 
 # %% Run the text through the BF16 model, once. A tenth is held out to test the scales.
-calibration = minifloat.calibrate(MODEL, [TEXT], minifloat.TextOptions(samples=32, seq_len=256))
+calibration = minifloat.calibrate(MODEL, [TEXT], minifloat.CalibrateOptions(samples=32, seq_len=256))
 print(calibration)
 
 # %% Quantize with these scales, the KV cache too; refuse if more than one held-out input in a thousand would saturate

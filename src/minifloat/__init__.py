@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from minifloat._version import __version__
 
 if TYPE_CHECKING:
-    from minifloat.calibration.options import RunOptions
+    from minifloat.calibration.options import CalibrateOptions, TextOptions
     from minifloat.calibration.result import Calibration
-    from minifloat.calibration.session import TextOptions, calibrate
+    from minifloat.calibration.session import calibrate
     from minifloat.checkpoint import Checkpoint
     from minifloat.deploy.check import CheckReport, Target, check_checkpoint
     from minifloat.deploy.diagnosis import Diagnosis, doctor
@@ -90,14 +90,14 @@ _EXPORTS = {
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.numerics.tensor",
     "RoundingOptions": "minifloat.quantize.rounding.options",
-    "RunOptions": "minifloat.calibration.options",
+    "CalibrateOptions": "minifloat.calibration.options",
     "SCHEMES": "minifloat.numerics.scheme",
     "SamplingParams": "minifloat.engine",
     "Scheme": "minifloat.numerics.scheme",
     "ServedOptions": "minifloat.evaluate.compare",
     "ServerSettings": "minifloat.serve.server.settings",
     "Target": "minifloat.deploy.check",
-    "TextOptions": "minifloat.calibration.session",
+    "TextOptions": "minifloat.calibration.options",
     "Tolerance": "minifloat.evaluate.compare",
     "Workload": "minifloat.evaluate.bench.workload",
     "bench_checkpoint": "minifloat.evaluate.bench",
@@ -144,7 +144,7 @@ __all__ = [
     "QuantizeReport",
     "QuantizedTensor",
     "RoundingOptions",
-    "RunOptions",
+    "CalibrateOptions",
     "SamplingParams",
     "Scheme",
     "ServedOptions",

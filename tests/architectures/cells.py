@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from minifloat import Engine, SamplingParams, check_checkpoint, convert_checkpoint, load, plan_model
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats
@@ -234,7 +234,9 @@ def calibration(case: Case, source: Path, quantized: Quantized | None) -> tuple[
     """Calibrate, and compare the amax of every input with what torch multiplies."""
     try:
         data = CalibrationSet(_SEQUENCES, {"sources": []})
-        stats = calibrate_set(source, data, RunOptions(dtype=torch.float32), from_quantized=case.stored is not None)
+        stats = calibrate_set(
+            source, data, CalibrateOptions(dtype=torch.float32, from_quantized=case.stored is not None)
+        )
     except Exception as error:
         return Outcome.refused(error), None
     if quantized is None:

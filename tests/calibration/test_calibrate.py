@@ -17,7 +17,7 @@ from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def mixtral_folder(make_mixtral: MakeModel, tmp_path_factory: pytest.TempPathFac
 
 def test_the_statistics_are_those_of_an_observer(mixtral_folder: Path) -> None:
     text = data(5, 20, 1)
-    stats = calibrate_set(mixtral_folder, text, RunOptions(histogram=True, per_channel=True))
+    stats = calibrate_set(mixtral_folder, text, CalibrateOptions(histogram=True, per_channel=True))
     with Observer(load(mixtral_folder), histogram=True, per_channel=True) as observer:
         for ids in text.sequences:
             observer.run(torch.tensor([ids]))
@@ -50,7 +50,7 @@ def test_the_statistics_are_those_of_an_observer(mixtral_folder: Path) -> None:
 
 
 def test_the_statistics_survive_a_file(llama_folder: Path, tmp_path: Path) -> None:
-    stats = calibrate_set(llama_folder, data(5, 3), RunOptions(histogram=True))
+    stats = calibrate_set(llama_folder, data(5, 3), CalibrateOptions(histogram=True))
     write_stats(stats, tmp_path / "stats.safetensors")
     assert read_stats(tmp_path / "stats.safetensors") == stats
 
@@ -69,14 +69,14 @@ def test_two_runs_give_the_same_bits_and_a_shuffled_one_the_same_maxima(mixtral_
 def test_parts_of_the_data_merge_to_the_whole(llama_folder: Path) -> None:
     text = data(5, 20, 1)
     first, second = (CalibrationSet(part, text.record) for part in (text.sequences[:2], text.sequences[2:]))
-    options = RunOptions(histogram=True)
+    options = CalibrateOptions(histogram=True)
     merged = calibrate_set(llama_folder, first, options).merge(calibrate_set(llama_folder, second, options))
     whole = calibrate_set(llama_folder, text, options)
     assert (merged.inputs, merged.kv, merged.tokens) == (whole.inputs, whole.kv, whole.tokens)
 
 
 def test_the_dtype_can_be_chosen(llama_folder: Path) -> None:
-    stats = calibrate_set(llama_folder, data(30), RunOptions(dtype=torch.float32))
+    stats = calibrate_set(llama_folder, data(30), CalibrateOptions(dtype=torch.float32))
     amax = stats.inputs["model.layers.1.mlp.down_proj"].max
     assert amax != float(torch.tensor(amax).bfloat16())
 
@@ -99,14 +99,16 @@ def test_progress_counts_tokens(llama_folder: Path) -> None:
 
 def test_a_run_stops_when_all_scales_have_settled_and_the_record_says_so(llama_folder: Path) -> None:
     same = CalibrationSet(data(6).sequences * 200, {"sources": ["made up"]})
-    stats = calibrate_set(llama_folder, same, RunOptions(until_stable=0.01))
+    stats = calibrate_set(llama_folder, same, CalibrateOptions(until_stable=0.01))
     assert 32 < stats.sequences < 200
     assert stats.tokens == 6 * stats.sequences
     assert stats.data == {
         "sources": ["made up"],
         "stopped": {"sequences": stats.sequences, "tokens": stats.tokens, "until_stable": 0.01},
     }
-    assert calibrate_set(llama_folder, data(6, 7, 8), RunOptions(until_stable=0.01)).data == {"sources": ["made up"]}
+    assert calibrate_set(llama_folder, data(6, 7, 8), CalibrateOptions(until_stable=0.01)).data == {
+        "sources": ["made up"]
+    }
 
 
 def test_an_interrupted_run_raises_and_returns_no_statistics(llama_folder: Path) -> None:
@@ -130,13 +132,13 @@ def test_a_model_larger_than_the_memory_limit_runs_layer_by_layer(
     with Checkpoint.open(llama_folder) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
     text = data(5)
-    assert isinstance(calibrate_set(llama_folder, text, RunOptions(max_memory=nbytes)), ActivationStats)
+    assert isinstance(calibrate_set(llama_folder, text, CalibrateOptions(max_memory=nbytes)), ActivationStats)
     assert not calls
-    options = RunOptions(max_memory=nbytes - 1, histogram=True)
+    options = CalibrateOptions(max_memory=nbytes - 1, histogram=True)
     assert calibrate_set(llama_folder, text, options) == "layer by layer"  # type: ignore[comparison-overlap]
     assert calls[0][0].checkpoint.path == llama_folder
     assert calls[0][1:] == (text, options, None)
-    calibrate_set(llama_folder, text, RunOptions(max_memory=nbytes, dtype=torch.float32))
+    calibrate_set(llama_folder, text, CalibrateOptions(max_memory=nbytes, dtype=torch.float32))
     assert len(calls) == 2, "in float32 the weights are twice as large"
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.scales import kv_scales
 from minifloat.model.runtime.load import load
 from minifloat.model.runtime.tokenizer import load_tokenizer
@@ -88,7 +88,7 @@ def worst_error(model: PreTrainedModel, ids: torch.Tensor, scales: Scales) -> fl
 
 def calibrated(folder: Path, ids: torch.Tensor) -> Scales:
     data = CalibrationSet(tuple(tuple(row) for row in ids.tolist()), {"sources": []})
-    stats = calibrate_set(folder, data, RunOptions(dtype=torch.float32))
+    stats = calibrate_set(folder, data, CalibrateOptions(dtype=torch.float32))
     return {name: (float(pair.k), float(pair.v)) for name, pair in kv_scales(stats).items()}
 
 

@@ -23,7 +23,7 @@ from minifloat.calibration.layerwise import storage
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
@@ -75,7 +75,7 @@ def make(folder: Path, model_type: str) -> Path:
 def layerwise(
     folder: Path, data: CalibrationSet = DATA, *, progress: Progress | None = None, **options: Any
 ) -> ActivationStats:
-    run = RunOptions(**options)
+    run = CalibrateOptions(**options)
     with Checkpoint.open(folder) as checkpoint:
         return calibrate_layerwise(CalibrationModel(checkpoint, run), data, run, progress)
 
@@ -95,20 +95,22 @@ def test_the_statistics_are_those_of_the_whole_model_to_the_bit(
     else:
         folder = make_model(tmp_path / "model", model_type)
     stats = layerwise(folder, DATA, max_memory=ROOM, **OPTIONS)
-    assert stats == calibrate_set(folder, DATA, RunOptions(**OPTIONS))
+    assert stats == calibrate_set(folder, DATA, CalibrateOptions(**OPTIONS))
     assert stats.kv
     assert not warnings_of(caplog), "the whole model was calibrated instead"
 
 
 def test_another_dtype_without_options_gives_the_statistics_of_the_whole_model(llama_folder: Path) -> None:
     layered = layerwise(llama_folder, DATA, max_memory=ROOM, dtype=torch.float32)
-    assert layered == calibrate_set(llama_folder, DATA, RunOptions(dtype=torch.float32))
+    assert layered == calibrate_set(llama_folder, DATA, CalibrateOptions(dtype=torch.float32))
     assert layered != calibrate_set(llama_folder, DATA)
 
 
 def test_calibrate_runs_layer_by_layer_if_the_weights_exceed_the_memory(llama_folder: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    stats = calibrate_set(llama_folder, DATA, RunOptions(max_memory=140_000), progress=lambda *step: seen.append(step))
+    stats = calibrate_set(
+        llama_folder, DATA, CalibrateOptions(max_memory=140_000), progress=lambda *step: seen.append(step)
+    )
     assert stats == calibrate_set(llama_folder, DATA)
     assert "layer 2 of 2" in seen[-1][2]
     assert seen[-1][0] == seen[-1][1] == 2 * DATA.tokens
@@ -119,7 +121,7 @@ def test_masks_beyond_the_memory_limit_of_arguments_are_read_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path / "model", "gemma2")
-    expected = calibrate_set(folder, DATA, RunOptions(**OPTIONS))
+    expected = calibrate_set(folder, DATA, CalibrateOptions(**OPTIONS))
     reads = []
     plain = storage.TensorFile.read
     monkeypatch.setattr(storage, "ARGUMENT_BYTES", 0)
@@ -310,7 +312,7 @@ import os, pickle, sys, time
 from pathlib import Path
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
 model, work, log, data = sys.argv[1:]
 def progress(done, total, step):
@@ -320,7 +322,7 @@ def progress(done, total, step):
 for line in sys.stdin:
     child = os.fork()
     if not child:
-        options = RunOptions(max_memory=1 << 30, histogram=True, per_channel=True, work_dir=Path(work))
+        options = CalibrateOptions(max_memory=1 << 30, histogram=True, per_channel=True, work_dir=Path(work))
         with Checkpoint.open(model) as checkpoint:
             opened = CalibrationModel(checkpoint, options)
             calibrate_layerwise(opened, pickle.loads(Path(data).read_bytes()), options, progress)
@@ -338,7 +340,7 @@ def deep_folder(make_model: Make, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_run_killed_several_times_gives_the_same_statistics_and_runs_no_finished_layer_again(
     deep_folder: Path, tmp_path: Path
 ) -> None:
-    expected = calibrate_set(deep_folder, DATA, RunOptions(**OPTIONS))
+    expected = calibrate_set(deep_folder, DATA, CalibrateOptions(**OPTIONS))
     (tmp_path / "data").write_bytes(pickle.dumps(DATA))
     work, log = tmp_path / "work", tmp_path / "log"
     command = [sys.executable, "-c", SERVER, *map(str, (deep_folder, work, log, tmp_path / "data"))]
@@ -409,7 +411,7 @@ def test_work_with_other_data_options_or_weights_is_not_continued(
         make_model(folder, "llama", seed=1)
     seen, stats = layers_run(folder, tmp_path / "work", data, **options)
     assert seen == {"layer 1 of 2", "layer 2 of 2"}
-    assert stats == calibrate_set(folder, data, RunOptions(**options))
+    assert stats == calibrate_set(folder, data, CalibrateOptions(**options))
     assert any("not continued" in record.getMessage() for record in caplog.records)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from minifloat import quantize_checkpoint
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats
@@ -36,12 +36,12 @@ def source(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def stats(source: Path) -> ActivationStats:
-    return calibrate_set(source, _DATA, RunOptions())
+    return calibrate_set(source, _DATA, CalibrateOptions())
 
 
 def test_static_scales_are_written_for_a_model_with_an_mtp_layer(source: Path, tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
-    for options in (RunOptions(), RunOptions(max_memory=300_000)):
+    for options in (CalibrateOptions(), CalibrateOptions(max_memory=300_000)):
         stats = calibrate_set(source, _DATA, options)
         assert not [module for module in stats.inputs if module.startswith(_MTP)]
     quantize_checkpoint(source, tmp_path / "out", "fp8-static", calibration=Calibration(stats, parse_rule("max")))

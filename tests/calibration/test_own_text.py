@@ -17,8 +17,9 @@ from click.testing import CliRunner
 
 from minifloat.calibration import own_text
 from minifloat.calibration.data import CalibrationSet, load_calibration_data
+from minifloat.calibration.options import TextOptions
 from minifloat.calibration.own_text import write_own_text
-from minifloat.calibration.session import TextOptions, calibrate, load_texts
+from minifloat.calibration.session import calibrate, load_texts
 from minifloat.calibration.token_file import read_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
@@ -350,9 +351,9 @@ def test_odd_ways_to_ask_for_own_text_are_refused(llama_folder: Path) -> None:
 
 @pytest.mark.parametrize("max_memory", [None, 300_000], ids=["whole model", "layer by layer"])
 def test_statistics_of_own_text_are_collected(max_memory: int | None, llama_folder: Path) -> None:
-    from minifloat.calibration.options import RunOptions
+    from minifloat.calibration.options import CalibrateOptions
 
-    collected = calibrate(llama_folder, "self", TextOptions(samples=4, seq_len=8), RunOptions(max_memory=max_memory))
+    collected = calibrate(llama_folder, "self", CalibrateOptions(samples=4, seq_len=8, max_memory=max_memory))
     assert collected.stats.sequences == 3
     assert collected.stats.data["sources"][0]["name"] == "self"
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import load_calibration_data
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration, held_out_path
-from minifloat.calibration.session import TextOptions, calibrate
+from minifloat.calibration.session import calibrate
 from minifloat.commands.main import main
 from minifloat.errors import DataError, DestinationError, UsageError
 from minifloat.model.runtime.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def test_a_part_is_held_out_with_histograms_and_the_rest_makes_the_scales(llama_folder: Path, text: Path) -> None:
-    collected = calibrate(llama_folder, [text], TextOptions(samples=20, seq_len=32, held_out=0.25))
+    collected = calibrate(llama_folder, [text], CalibrateOptions(samples=20, seq_len=32, held_out=0.25))
     assert collected.held_out is not None
     assert (collected.stats.sequences, collected.held_out.sequences) == (15, 5)
     assert all(module.histogram is None for module in collected.stats.inputs.values())
@@ -48,14 +48,14 @@ def test_the_two_runs_of_one_open_model_have_the_statistics_of_separate_runs(
     folder = make_model(tmp_path / "model", model_type)
     data = load_calibration_data([text], load_tokenizer(folder), samples=20, seq_len=32)
     kept, held_out = data.held_out(0.25)
-    run = RunOptions(max_memory=max_memory)
-    collected = calibrate(folder, [text], TextOptions(samples=20, seq_len=32, held_out=0.25), run)
+    run = CalibrateOptions(samples=20, seq_len=32, held_out=0.25, max_memory=max_memory)
+    collected = calibrate(folder, [text], run)
     assert collected.stats == calibrate_set(folder, kept, run)
     assert collected.held_out == calibrate_set(folder, held_out, replace(run, histogram=True))
 
 
 def test_what_is_saved_is_what_is_loaded(llama_folder: Path, text: Path, tmp_path: Path) -> None:
-    collected = calibrate(llama_folder, [text], TextOptions(samples=10, seq_len=32))
+    collected = calibrate(llama_folder, [text], CalibrateOptions(samples=10, seq_len=32))
     files = collected.save(tmp_path / "a.safetensors")
     assert files == (tmp_path / "a.safetensors", tmp_path / "a.held-out.safetensors")
     assert Calibration.load(tmp_path / "a.safetensors") == collected
@@ -65,7 +65,7 @@ def test_what_is_saved_is_what_is_loaded(llama_folder: Path, text: Path, tmp_pat
 
 
 def test_nothing_is_held_out_when_asked(llama_folder: Path, text: Path, tmp_path: Path) -> None:
-    collected = calibrate(llama_folder, [text], TextOptions(samples=4, seq_len=32, held_out=0))
+    collected = calibrate(llama_folder, [text], CalibrateOptions(samples=4, seq_len=32, held_out=0))
     assert collected.held_out is None
     assert collected.stats.sequences == 4
     collected.save(tmp_path / "a.safetensors")
@@ -74,11 +74,11 @@ def test_nothing_is_held_out_when_asked(llama_folder: Path, text: Path, tmp_path
 
 def test_bad_requests_are_refused(llama_folder: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="held-out fraction"):
-        calibrate(llama_folder, [text], TextOptions(held_out=1.0))
+        calibrate(llama_folder, [text], CalibrateOptions(held_out=1.0))
     with pytest.raises(DataError):
         calibrate(llama_folder, [tmp_path / "missing.txt"])
     with pytest.raises(DataError):
-        calibrate(llama_folder, [text], TextOptions(seq_len=1_000_000))
+        calibrate(llama_folder, [text], CalibrateOptions(seq_len=1_000_000))
 
 
 def test_calibrate_prints_json_that_parses_and_nothing_else(llama_folder: Path, text: Path, tmp_path: Path) -> None:

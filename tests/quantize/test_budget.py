@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.calibration.session import TextOptions
+from minifloat.calibration.options import TextOptions
 from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.layouts.inspection import inspect_checkpoint

@@ -19,7 +19,7 @@ from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import ArgumentPool, TensorFile
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.layouts import compressed_tensors, get_writer
@@ -164,7 +164,7 @@ def open_layer(folder: Path, file: Path, text: CalibrationSet, index: int = 0) -
         index: The layer.
     """
     with Checkpoint.open(folder) as checkpoint, TensorFile(file) as arguments, torch.no_grad():
-        model = CalibrationModel(checkpoint, RunOptions())
+        model = CalibrationModel(checkpoint, CalibrateOptions())
         stack = LayerStack(model, model.loader(), None)
         hidden: list[Tensor] = []
         pool = ArgumentPool(arguments, stack.device)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import DEFAULT_RUN, RunOptions
+from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
@@ -25,22 +27,26 @@ from minifloat.model.layouts.plain_view import plain_view
 _LOG = logging.getLogger(__name__)
 
 
+@contextmanager
+def open_source(model: str | os.PathLike[str], options: CalibrateOptions) -> Iterator[Checkpoint]:
+    """Open a model, or the plain view of a quantized one."""
+    with Checkpoint.open(model_folder(model, revision=options.revision)) as stored:
+        yield plain_view(stored) if options.from_quantized else stored
+
+
 def calibrate_set(
     model: str | os.PathLike[str],
     data: CalibrationSet,
-    options: RunOptions = DEFAULT_RUN,
-    *,
-    from_quantized: bool = False,
+    options: CalibrateOptions = DEFAULT_OPTIONS,
     progress: Progress | None = None,
 ) -> ActivationStats:
-    """Return the statistics of a model's activations on calibration text."""
-    with Checkpoint.open(model_folder(model)) as stored:
-        checkpoint = plain_view(stored) if from_quantized else stored
+    """Return the statistics of a model's activations on text that is tokens already."""
+    with open_source(model, options) as checkpoint:
         return calibrate_opened(CalibrationModel(checkpoint, options), data, options, progress)
 
 
 def calibrate_opened(
-    model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
+    model: CalibrationModel, data: CalibrationSet, options: CalibrateOptions, progress: Progress | None = None
 ) -> ActivationStats:
     """Return the statistics of an open model's activations, as `calibrate_set`; several runs may share the model."""
     if options.max_memory is None or model.weight_bytes <= options.max_memory:

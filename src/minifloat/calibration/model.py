@@ -11,7 +11,7 @@ from functools import cached_property
 from transformers import PreTrainedModel
 
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError
@@ -23,7 +23,7 @@ from minifloat.model.runtime.load import Loader, load_opened
 class CalibrationModel:
     """An unquantized model, open for calibration."""
 
-    def __init__(self, checkpoint: Checkpoint, options: RunOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: CalibrateOptions) -> None:
         if checkpoint.quantization_config is not None:
             method = checkpoint.quantization_config.get("quant_method", "unknown")
             raise AlreadyQuantizedError(

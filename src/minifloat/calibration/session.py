@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.calibration.calibrate import calibrate_opened
+from minifloat.calibration.calibrate import calibrate_opened, open_source
 from minifloat.calibration.data import (
-    DEFAULT_SAMPLES,
-    DEFAULT_SEQ_LEN,
     OWN_TEXT,
     CalibrationSet,
     Source,
@@ -27,48 +25,14 @@ from minifloat.calibration.data import (
     load_calibration_data,
 )
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import DEFAULT_RUN, RunOptions
+from minifloat.calibration.options import DEFAULT_OPTIONS, DEFAULT_TEXT, CalibrateOptions, TextOptions
 from minifloat.calibration.own_text import WriteCopy, write_own_text
 from minifloat.calibration.result import Calibration
-from minifloat.calibration.rules import HistogramRule, Rule, parse_rule
+from minifloat.calibration.rules import HistogramRule, parse_rule
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import UsageError
-from minifloat.model.layouts.plain_view import plain_view
 from minifloat.model.runtime.config import plain_config, read_generation_config
 from minifloat.model.runtime.tokenizer import has_tokenizer, load_tokenizer, token_id_tokenizer
-
-DEFAULT_HELD_OUT = 0.1
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """How text becomes sequences of tokens.
-
-    Attributes:
-        samples: Number of sequences, including held-out ones.
-        seq_len: Tokens of a sequence.
-        seed: Of the choice of documents, and of text that the model itself writes.
-        packing: Join documents into sequences of exactly `seq_len` tokens; False: one document per sequence.
-        held_out: Fraction of the sequences that only test the scales; 0: none.
-
-    Raises:
-        UsageError: The held-out fraction is out of range.
-    """
-
-    samples: int = DEFAULT_SAMPLES
-    seq_len: int = DEFAULT_SEQ_LEN
-    seed: int = 0
-    packing: bool = True
-    held_out: float = DEFAULT_HELD_OUT
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise UsageError(f"expected a held-out fraction from 0 to below 1, got {self.held_out}")
-
-
-_DEFAULT_TEXT = TextOptions()
 
 
 def own_text_path(path: Path) -> Path:
@@ -79,7 +43,7 @@ def own_text_path(path: Path) -> Path:
 def load_texts(
     checkpoint: Checkpoint,
     sources: SourceLike | Sequence[SourceLike],
-    text: TextOptions = _DEFAULT_TEXT,
+    text: TextOptions = DEFAULT_TEXT,
     *,
     own_text_file: Path | None = None,
     write_copy: WriteCopy | None = None,
@@ -123,16 +87,10 @@ def _tokenizer(checkpoint: Checkpoint, sources: SourceLike | Sequence[SourceLike
 def calibrate(
     model: str | os.PathLike[str],
     sources: SourceLike | Sequence[SourceLike],
-    text: TextOptions = _DEFAULT_TEXT,
-    run: RunOptions = DEFAULT_RUN,
+    options: CalibrateOptions = DEFAULT_OPTIONS,
     *,
-    rule: str | Rule = "max",
-    max_saturation: float | None = None,
-    own_text_file: Path | None = None,
     write_copy: WriteCopy | None = None,
-    from_quantized: bool = False,
     progress: Progress | None = None,
-    revision: str | None = None,
 ) -> Calibration:
     """Run text through an unquantized model and return the statistics of its linears and KV caches.
 
@@ -140,16 +98,10 @@ def calibrate(
         model: An unquantized model: a folder or a model of the hub; with `from_quantized` a quantized one.
         sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes; a string
             is parsed by `Source.parse`.
-        text: How text becomes sequences of tokens.
-        run: How to run the model and what to record. Histograms of the held-out text are always recorded, and those of
-            the other text where the rule needs them. With a `work_dir`, the same call continues after an interruption.
-        rule: How scales follow from the statistics: a `Rule`, or the text of one, such as ``percentile``.
-        max_saturation: As in `Calibration`.
-        own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
+        options: How text becomes sequences, how the model runs, and what is recorded. Histograms of the held-out text
+            are always recorded. With a `work_dir`, the same call continues after an interruption.
         write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
-        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
         progress: Called after each sequence, and after each step while the model writes the source ``self``.
-        revision: Of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
 
     Returns:
         What `quantize_checkpoint` takes as `calibration`, and what `Calibration.save` writes.
@@ -161,28 +113,27 @@ def calibrate(
         NonFiniteError: An activation holds NaN or Inf; names module and sequence.
         UnknownNameError: There is no such rule.
     """
-    scale_rule = parse_rule(rule) if isinstance(rule, str) else rule
-    histogram = run.histogram or isinstance(scale_rule, HistogramRule)
-    run_kept = replace(run, histogram=histogram, work_dir=_work_dir(run, "calibration"))
-    run_held_out = replace(run, histogram=True, until_stable=None, work_dir=_work_dir(run, "held-out"))
-    with Checkpoint.open(model_folder(model, revision=revision)) as stored:
-        checkpoint = plain_view(stored) if from_quantized else stored
-        opened = CalibrationModel(checkpoint, run)
+    rule = parse_rule(options.rule) if isinstance(options.rule, str) else options.rule
+    histogram = options.histogram or isinstance(rule, HistogramRule)
+    run_kept = replace(options, histogram=histogram, work_dir=_work_dir(options, "calibration"))
+    run_held_out = replace(options, histogram=True, until_stable=None, work_dir=_work_dir(options, "held-out"))
+    with open_source(model, options) as checkpoint:
+        opened = CalibrationModel(checkpoint, options)
         data = load_texts(
             checkpoint,
             sources,
-            text,
-            own_text_file=own_text_file,
+            options,
+            own_text_file=options.own_text_file,
             write_copy=write_copy,
-            device=run.device,
+            device=options.device,
             progress=progress,
         )
-        kept, held_out = data.held_out(text.held_out) if text.held_out else (data, None)
+        kept, held_out = data.held_out(options.held_out) if options.held_out else (data, None)
         stats = calibrate_opened(opened, kept, run_kept, progress)
         tests = None if held_out is None else calibrate_opened(opened, held_out, run_held_out, progress)
-        return Calibration(stats, scale_rule, tests, max_saturation)
+        return Calibration(stats, rule, tests, options.max_saturation)
 
 
-def _work_dir(run: RunOptions, part: str) -> Path | None:
+def _work_dir(options: CalibrateOptions, part: str) -> Path | None:
     """Return the work folder of the calibration or of the held-out run."""
-    return None if run.work_dir is None else run.work_dir.with_name(f"{run.work_dir.name}.{part}")
+    return None if options.work_dir is None else options.work_dir.with_name(f"{options.work_dir.name}.{part}")

@@ -13,7 +13,7 @@ from minifloat.calibration.convergence import convergence_report
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError
@@ -23,11 +23,11 @@ _CHECK_EVERY = 16
 
 
 def calibrate_whole(
-    model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
+    model: CalibrationModel, data: CalibrationSet, options: CalibrateOptions, progress: Progress | None = None
 ) -> ActivationStats:
     """Load a whole model, unless an earlier run did, and observe it on calibration text.
 
-    `RunOptions.max_memory` and `RunOptions.work_dir` are not used. Other arguments, result and errors are
+    `CalibrateOptions.max_memory` and `CalibrateOptions.work_dir` are not used. Other arguments, result and errors are
     those of `calibration.calibrate.calibrate`.
     """
     check_data(data, model.whole.config.get_text_config().vocab_size)

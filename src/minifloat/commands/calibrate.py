@@ -80,11 +80,11 @@ def calibrate(params: CalibrateParams) -> None:
     With --hessians, the folder *.hessians beside STATS serves GPTQ in every scheme without text. It takes half
     the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
     """
-    from minifloat.calibration.options import RunOptions
+    from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import held_out_path, require_free
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import TextOptions, own_text_path
     from minifloat.calibration.session import calibrate as run_calibration
+    from minifloat.calibration.session import own_text_path
     from minifloat.calibration.summary import summarize
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
@@ -94,12 +94,22 @@ def calibrate(params: CalibrateParams) -> None:
 
     rule, stats = parse_rule(params.rule), params.stats
     require_free([stats, held_out_path(stats)], overwrite=params.overwrite)
-    text = TextOptions(
+    options = CalibrateOptions(
         samples=params.samples,
         seq_len=params.seq_len,
         seed=params.seed,
         packing=not params.no_packing,
         held_out=params.held_out,
+        histogram=params.histogram,
+        per_channel=params.per_channel,
+        until_stable=params.until_stable,
+        max_memory=params.max_memory,
+        work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
+        device=params.device,
+        rule=rule,
+        own_text_file=own_text_path(stats),
+        from_quantized=params.from_quantized,
+        revision=params.revision,
     )
 
     def write_copy(folder: Path) -> object:
@@ -113,34 +123,12 @@ def calibrate(params: CalibrateParams) -> None:
                 params.model,
                 params.sources,
                 hessians_path(stats),
-                text,
-                RunOptions(max_memory=params.max_memory, device=params.device),
-                own_text_file=own_text_path(stats),
+                options,
                 write_copy=write_copy,
-                from_quantized=params.from_quantized,
                 overwrite=params.overwrite,
                 progress=progress,
-                revision=params.revision,
             )
-        collected = run_calibration(
-            params.model,
-            params.sources,
-            text,
-            RunOptions(
-                histogram=params.histogram,
-                per_channel=params.per_channel,
-                until_stable=params.until_stable,
-                max_memory=params.max_memory,
-                work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
-                device=params.device,
-            ),
-            rule=rule,
-            own_text_file=own_text_path(stats),
-            write_copy=write_copy,
-            from_quantized=params.from_quantized,
-            progress=progress,
-            revision=params.revision,
-        )
+        collected = run_calibration(params.model, params.sources, options, write_copy=write_copy, progress=progress)
     files = collected.save(stats, overwrite=params.overwrite)
     if params.hessians:
         files = (*files, hessians_path(stats))

@@ -234,8 +234,9 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             f"{option}: with --data, static scales come from that text, after scales are folded; leave it out"
         )
     from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
+    from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import Calibration
-    from minifloat.calibration.session import TextOptions, calibrate
+    from minifloat.calibration.session import calibrate
     from minifloat.quantize.job import quantize_checkpoint
 
     if params.stats is not None:
@@ -243,14 +244,16 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
     return calibrate(
         params.model,
         params.sources,
-        TextOptions(
+        CalibrateOptions(
             samples=params.calibration_samples or DEFAULT_SAMPLES,
             seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
             seed=params.calibration_seed,
+            rule=params.rule,
+            max_saturation=params.max_saturation,
+            own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
+            from_quantized=params.from_quantized,
+            revision=params.revision,
         ),
-        rule=params.rule,
-        max_saturation=params.max_saturation,
-        own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
         write_copy=lambda folder: quantize_checkpoint(
             params.model,
             folder,
@@ -259,9 +262,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             allow_partial=True,
             from_quantized=params.from_quantized,
         ),
-        from_quantized=params.from_quantized,
         progress=progress,
-        revision=params.revision,
     )
 
 

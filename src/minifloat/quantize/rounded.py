@@ -13,10 +13,11 @@ import numpy as np
 
 from minifloat.calibration.data import CalibrationSet, Source, SourceLike
 from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.options import TextOptions
 from minifloat.calibration.own_text import WriteCopy
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import DEFAULT_RULE
-from minifloat.calibration.session import TextOptions, load_texts
+from minifloat.calibration.session import load_texts
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress

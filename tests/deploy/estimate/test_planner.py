@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from model_configs import DEEPSEEK_V3, LLAMA_70B
 
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, calibrate
+from minifloat.calibration.session import calibrate
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.estimate import ModelPlan, SchemePlan, plan_model
 from minifloat.errors import (
@@ -236,7 +237,7 @@ def test_one_device_has_all_bytes_and_two_have_no_fewer(scheme: str, gpus: int) 
 def calibration() -> Calibration:
     text = ROOT / "examples" / "texts" / "stories_calibration.txt"
     return Calibration(
-        calibrate(STORYBOOK, str(text), TextOptions(samples=2, seq_len=32, held_out=0)).stats, parse_rule("max")
+        calibrate(STORYBOOK, str(text), CalibrateOptions(samples=2, seq_len=32, held_out=0)).stats, parse_rule("max")
     )
 
 

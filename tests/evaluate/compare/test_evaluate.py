@@ -14,9 +14,10 @@ from comparing import compare_models
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, calibrate
+from minifloat.calibration.session import calibrate
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.evaluate.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
 from minifloat.model.runtime.load import load
@@ -331,7 +332,7 @@ def test_a_text_too_short_to_continue_has_no_continuations(llama_folder: Path, t
 def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(
     llama_folder: Path, tmp_path: Path, text: Path
 ) -> None:
-    stats = calibrate(llama_folder, [text], TextOptions(samples=8, seq_len=32)).stats
+    stats = calibrate(llama_folder, [text], CalibrateOptions(samples=8, seq_len=32)).stats
     calibration = Calibration(stats, parse_rule("max"))
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-static", calibration=calibration, kv_cache=True)
     result = compare_models(llama_folder, tmp_path / "q", [text], window=32, variants=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from minifloat.calibration.session import TextOptions
+from minifloat.calibration.options import TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.model.layouts import describe

@@ -14,8 +14,7 @@ from rounding_cases import make_text, round_model, scale_channels, write_model
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
-from minifloat.calibration.session import TextOptions
+from minifloat.calibration.options import CalibrateOptions, TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.layouts import compressed_tensors, get_writer
@@ -63,7 +62,7 @@ def student(
     with Checkpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, get_scheme(scheme), get_writer(compressed_tensors.NAME))
         with round_checkpoint(checkpoint, plan, KEPT, HELD_OUT, given, work) as rounded:
-            yield Student(CalibrationModel(checkpoint, RunOptions()), plan, rounded), plan, rounded
+            yield Student(CalibrationModel(checkpoint, CalibrateOptions()), plan, rounded), plan, rounded
 
 
 def codes_of(plan: QuantizationPlan) -> set[str]:
@@ -118,7 +117,7 @@ def test_the_divergence_falls_and_only_codes_and_norms_change(llama: Path, tmp_p
     kept, options = even_text(48), TuneOptions(steps=30, batch=16, rate=0.003, every=10)
     with student(llama, tmp_path / "work", scheme, method="nearest") as (start, plan, rounded):
         with Checkpoint.open(llama) as checkpoint:
-            result = tune(CalibrationModel(checkpoint, RunOptions()), plan, rounded, kept, HELD_OUT, options)
+            result = tune(CalibrationModel(checkpoint, CalibrateOptions()), plan, rounded, kept, HELD_OUT, options)
         tuning = result.record["tuning"]
         assert tuning["before"] == pytest.approx(rounded.held_out["nearest"], rel=0.05)
         assert tuning["after"] < 0.9 * tuning["before"]

@@ -27,7 +27,7 @@ from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, 
 from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.whole import calibrate_whole, check_data
@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def calibrate_layerwise(
-    model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
+    model: CalibrationModel, data: CalibrationSet, options: CalibrateOptions, progress: Progress | None = None
 ) -> ActivationStats:
     """Observe a model on calibration text, with the weights of one layer in memory at a time.
 
@@ -82,7 +82,9 @@ def calibrate_layerwise(
 class _LayerwiseRun:
     """One calibration run, layer by layer."""
 
-    def __init__(self, model: CalibrationModel, loader: Loader, data: CalibrationSet, options: RunOptions) -> None:
+    def __init__(
+        self, model: CalibrationModel, loader: Loader, data: CalibrationSet, options: CalibrateOptions
+    ) -> None:
         self.stack = LayerStack(model, loader, options.max_memory)
         self.identity, self.data, self.options = model.identity, data, options
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minifloat.calibration.calibrate import open_source
 from minifloat.calibration.data import CalibrationSet, SourceLike
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.layerwise.calls import LayerCall, LayersNotSeparableError
@@ -22,16 +23,14 @@ from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerpr
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
 from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import DEFAULT_RUN, RunOptions
+from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
 from minifloat.calibration.own_text import WriteCopy
-from minifloat.calibration.session import TextOptions, load_texts
+from minifloat.calibration.session import load_texts
 from minifloat.calibration.whole import check_data
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors, sync_folder
-from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError, UsageError
-from minifloat.model.layouts.plain_view import plain_view
 from minifloat.quantize.rounding.fold_sample import FoldSample
 from minifloat.quantize.rounding.inputs import largest_inputs
 from minifloat.quantize.rounding.saved import (
@@ -60,35 +59,32 @@ def save_hessians(
     model: str | os.PathLike[str],
     sources: SourceLike | Sequence[SourceLike],
     folder: Path,
-    text: TextOptions,
-    run: RunOptions = DEFAULT_RUN,
+    options: CalibrateOptions,
     *,
-    own_text_file: Path | None = None,
     write_copy: WriteCopy | None = None,
-    from_quantized: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-    revision: str | None = None,
 ) -> SavedHessians:
     """Run text through an unquantized model, and store the Hessians of its linears.
 
     A call whose result is there already returns it; an interrupted one is continued by the same call.
     """
-    with Checkpoint.open(model_folder(model, revision=revision)) as stored:
-        checkpoint = plain_view(stored) if from_quantized else stored
+    with open_source(model, options) as checkpoint:
         data = load_texts(
             checkpoint,
             sources,
-            text,
-            own_text_file=own_text_file,
+            options,
+            own_text_file=options.own_text_file,
             write_copy=write_copy,
-            device=run.device,
+            device=options.device,
             progress=progress,
         )
-        if not text.held_out:
+        if not options.held_out:
             raise DataError("Hessians need held-out text, on which codes are judged: give --held-out above 0")
-        kept, held_out = data.held_out(text.held_out)
-        return collect_hessians(checkpoint, kept, held_out, folder, run, data, overwrite=overwrite, progress=progress)
+        kept, held_out = data.held_out(options.held_out)
+        return collect_hessians(
+            checkpoint, kept, held_out, folder, options, data, overwrite=overwrite, progress=progress
+        )
 
 
 def collect_hessians(
@@ -96,7 +92,7 @@ def collect_hessians(
     kept: CalibrationSet,
     held_out: CalibrationSet,
     folder: Path,
-    run: RunOptions = DEFAULT_RUN,
+    run: CalibrateOptions = DEFAULT_OPTIONS,
     data: CalibrationSet | None = None,
     *,
     overwrite: bool = False,

@@ -11,7 +11,7 @@ from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.whole import check_data
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
@@ -38,7 +38,7 @@ def round_checkpoint(
     groups: GroupsToMeasure | None = None,
 ) -> Iterator[RoundedModel]:
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
-    model = CalibrationModel(checkpoint, RunOptions(device=options.device))
+    model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
     loader = model.loader()
     for data in (kept, held_out):
         check_data(data, loader.model.config.get_text_config().vocab_size)

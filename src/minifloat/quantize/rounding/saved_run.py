@@ -16,7 +16,7 @@ from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import RunOptions
+from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import StatsError, UsageError
@@ -65,7 +65,7 @@ def round_saved(
     """
     require_independent(options)
     saved.check_model(checkpoint)
-    model = CalibrationModel(checkpoint, RunOptions(device=options.device))
+    model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
     loader = model.loader()
     try:
         stack = LayerStack(model, loader, options.max_memory)
