@@ -1,0 +1,139 @@
+"""Documents as one HTML file without scripts or network requests, easy to mail, print and archive.
+
+All text is escaped here, and cannot change the direction of other text. Pages are also well-formed XML, which the tests
+rely on. The charts are drawn by `report.figures`, which is imported when a page has one.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import string
+from collections.abc import Iterable, Sequence
+
+from minifloat.report.document import (
+    Alert,
+    Block,
+    Bullets,
+    Cell,
+    Code,
+    Document,
+    Facts,
+    Figure,
+    Folded,
+    On,
+    Pair,
+    Passage,
+    Section,
+    Table,
+    Text,
+    shown,
+)
+from minifloat.report.text import COLORS, escape
+
+#: Colours of the series of charts on dark backgrounds, with less contrast.
+_DARK_COLORS = ("#6cb6ff", "#f0983e", "#57c27f", "#b999f5", "#ff7fa6", "#39c5cf", "#d9b04c", "#a5adb6")
+_NAME_SEPARATOR = re.compile(r"(?<=\w)([._])(?=[A-Za-z])")
+_HAS_DIGIT = re.compile(r"\d")
+
+
+def write(document: Document) -> str:
+    """Return the whole HTML page."""
+    title = escape(document.title)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>{title}</title>\n<style>\n{_style()}</style>\n</head>\n"
+        f"<body>\n<main>\n<h1>{title}</h1>\n{_blocks(document.blocks, 2)}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _color_variables(colors: Sequence[str]) -> str:
+    """Return CSS that sets the colours of the series."""
+    return "".join(f"--series-{index}:{color};" for index, color in enumerate(colors, 1))
+
+
+def _style() -> str:
+    sheet = importlib.resources.files("minifloat.report").joinpath("document.css").read_text(encoding="utf-8")
+    return string.Template(sheet).substitute(
+        light_series=_color_variables(COLORS), dark_series=_color_variables(_DARK_COLORS)
+    )
+
+
+def _blocks(blocks: Iterable[Block], level: int) -> str:
+    return "\n".join(_block(block, level) for block in shown(blocks, On.PAGE))
+
+
+def _block(block: Block, level: int) -> str:
+    match block:
+        case Section():
+            return _section(block, level)
+        case Folded():
+            return f"<details><summary>{escape(block.summary)}</summary>\n{_blocks(block.blocks, level)}\n</details>"
+        case Text():
+            kind = f' class="{block.tone}"' if block.tone else ""
+            return f"<p{kind}>{escape(block.text)}</p>"
+        case Bullets():
+            return _bullets(block.items)
+        case Facts():
+            return (
+                f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in block.pairs)}</dl>"
+            )
+        case Alert():
+            body = _bullets(block.reasons) if block.reasons else ""
+            return f'<div class="box {escape(block.kind)}" role="note">\n<p>{escape(block.title)}</p>\n{body}</div>'
+        case Code():
+            return f"<pre>{escape(block.text, lines=True)}</pre>"
+        case Passage():
+            end = f"<mark><bdi>{escape(block.marked, lines=True)}</bdi></mark>" if block.marked else ""
+            return f'<p class="written"><bdi>{escape(block.text, lines=True)}</bdi>{end}</p>'
+        case Table():
+            return _table(block)
+        case Figure():
+            from minifloat.report.figures import draw
+
+            return f"<figure><figcaption>{escape(block.caption)}</figcaption>\n{draw(block)}</figure>"
+    raise TypeError(f"no HTML for {type(block).__name__}")
+
+
+def _section(block: Section, level: int) -> str:
+    body = _blocks(block.blocks, level + 1)
+    title = f"<h{level}>{escape(block.title)}</h{level}>\n" if block.title else ""
+    return f"<section>\n{title}{body}\n</section>" if level == 2 else f"{title}{body}"
+
+
+def _bullets(items: Sequence[str]) -> str:
+    """Return a list; module names in it may break after dots and underscores."""
+    lines = (_NAME_SEPARATOR.sub(r"\1<wbr/>", escape(item)) for item in items)
+    return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
+
+
+def _table(block: Table) -> str:
+    """Return a table whose first column names the row. On a phone each row becomes a block of named values."""
+    columns, rows = block.shown(On.PAGE)
+    title = f"<p>{escape(block.title)}</p>\n" if block.title else ""
+    head = "".join(f'<th scope="col">{escape(column.name)}</th>' for column in columns)
+    body = "".join(_row([column.name for column in columns], row) for row in rows)
+    return f"{title}<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
+
+
+def _row(names: Sequence[str], row: Sequence[Cell]) -> str:
+    first, *others = row
+    if not others:
+        return f'<tr class="group"><th colspan="{len(names)}" scope="colgroup">{_cell(first)}</th></tr>\n'
+    cells = "".join(
+        f'<td data-name="{escape(name)}"{_wrapping(cell)}>{_cell(cell)}</td>'
+        for name, cell in zip(names[1:], others, strict=True)
+    )
+    return f'<tr><th scope="row">{_cell(first)}</th>{cells}</tr>\n'
+
+
+def _wrapping(cell: Cell) -> str:
+    """Return the class of a cell of words, which may break into lines."""
+    return "" if _HAS_DIGIT.search(str(cell)) else ' class="words"'
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Pair):
+        return f'<bdi>{escape(cell.value)}</bdi> <span class="interval">{escape(cell.below)}</span>'
+    return f"<bdi>{escape(cell)}</bdi>" if cell else ""

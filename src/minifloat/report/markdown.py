@@ -1,0 +1,103 @@
+"""Documents as Markdown, for the model card: a digest without charts and quoted passages.
+
+Hubs render a card as HTML, and it contains names of texts and tokens of models: `escape` replaces every character that
+could begin markup by a numeric reference, which Markdown never interprets as structure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from minifloat.report.document import (
+    Alert,
+    Block,
+    Bullets,
+    Code,
+    Document,
+    Facts,
+    Figure,
+    Folded,
+    On,
+    Passage,
+    Section,
+    Table,
+    Text,
+    shown,
+)
+from minifloat.report.text import visible
+
+#: Characters that Markdown or HTML interpret; a bare ``www.``, ``://`` or ``@`` becomes a link. Underscores inside of
+#: words and brackets that no link follows need no escaping.
+_MARKUP = re.compile(r"[\\`*<&|~#$!@]|\](?=[(\[:])|:(?=//)|(?<=[wW])\.|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+
+
+def escape(text: str) -> str:
+    """Return Markdown that shows the text literally in one line, with control characters made `visible`."""
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", visible(text))
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Return the first and the last line of the section of a command."""
+    return f"<!-- minifloat {name}: begin -->", f"<!-- minifloat {name}: end -->"
+
+
+def write(document: Document) -> str:
+    """Return the digest of a document as Markdown, without its title."""
+    return "\n".join(_lines(document.blocks, 2)).rstrip("\n") + "\n"
+
+
+def write_section(name: str, document: Document) -> str:
+    """Return the digest between the markers of a command, for `card.update_card`."""
+    begin, end = markers(name)
+    return f"{begin}\n{write(document)}{end}\n"
+
+
+def _lines(blocks: Iterable[Block], level: int) -> Iterator[str]:
+    """Yield the lines of blocks, with an empty line after each."""
+    for block in shown(blocks, On.CARD):
+        match block:
+            case Section():
+                if block.title:
+                    yield from (f"{'#' * level} {escape(block.title)}", "")
+                yield from _lines(block.blocks, level + 1)
+            case Folded():
+                yield from _lines(block.blocks, level)
+            case Text():
+                yield from (f"**{escape(block.text)}**" if block.tone == "strong" else escape(block.text), "")
+            case Bullets():
+                yield from (*(f"- {escape(item)}" for item in block.items), "")
+            case Facts():
+                yield from (*(f"- {escape(name)}: {escape(value)}" for name, value in block.pairs), "")
+            case Alert():
+                yield f"- **{escape(block.title)}**"
+                yield from (*(f"  - {escape(reason)}" for reason in block.reasons), "")
+            case Code():
+                yield from _code(block)
+            case Table():
+                yield from _table(block)
+            case Figure() | Passage():
+                pass
+
+
+def _code(block: Code) -> Iterator[str]:
+    """Yield a fenced block; indented code after a list would be part of the list, and its markup would count."""
+    lines = [visible(line) for line in block.text.splitlines()]
+    fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
+    yield from (f"{fence}{block.language}", *lines, fence, "")
+
+
+def _table(block: Table) -> Iterator[str]:
+    """Yield the lines of a table; the heading of a group of rows becomes part of their names."""
+    if block.title:
+        yield from (escape(block.title), "")
+    columns, rows = block.shown(On.CARD)
+    yield f"| {' | '.join(escape(column.name) for column in columns)} |"
+    yield f"| {' | '.join('---' if column.left else '--:' for column in columns)} |"
+    group = ""
+    for row in rows:
+        if len(row) == 1 and len(columns) > 1:
+            group = f"{row[0]}: "
+        else:
+            yield f"| {' | '.join(escape(str(cell)) for cell in [f'{group}{row[0]}', *row[1:]])} |"
+    yield ""
