@@ -6,7 +6,6 @@ imported before the command runs.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from click.core import ParameterSource
 from minifloat.commands.options import (
     COUNT,
     MODEL,
-    POSITIVE,
     SIZE,
     deterministic_option,
     engine_activations_option,
@@ -24,11 +22,11 @@ from minifloat.commands.options import (
     lm_head_option,
     packed_cache_option,
     speculation_options,
-    stack,
 )
 from minifloat.commands.options_from import GroupedCommand, build, options_from
 from minifloat.errors import UsageError
 from minifloat.serve.server.settings import ServerSettings
+from minifloat.serve.vllm import options as vllm
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _ENGINE_OPTIONS = (
@@ -47,30 +45,6 @@ _ENGINE_OPTIONS = (
     "draft",
     "draft_tokens",
     "deterministic",
-)
-
-
-_VLLM_OPTIONS = (
-    "vllm_bin",
-    "vllm_python",
-    "hardware",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "startup_timeout",
-    "allow_unquantized",
-    "print_command",
-)
-_vllm_options = stack(
-    env_option("--vllm-bin", metavar="PATH", help="The vllm command.  [default: vLLM beside minifloat, or on PATH]"),
-    env_option("--vllm-python", metavar="PATH", help="Python of vLLM's environment, instead of the vllm command."),
-    env_option("--hardware", metavar="NAME", help="As for `check`.  [default: detected]"),
-    env_option("--tensor-parallel-size", default=1, type=COUNT, help="Devices that share every matrix."),
-    env_option("--pipeline-parallel-size", default=1, type=COUNT, help="Groups of devices that share the layers."),
-    env_option(
-        "--startup-timeout", default=600.0, show_default=True, type=POSITIVE, help="Seconds until vLLM must answer."
-    ),
-    env_option("--allow-unquantized", is_flag=True, help="Serve even if vLLM runs quantized weights unquantized."),
-    env_option("--print-command", is_flag=True, help="Print vLLM's command, and start nothing."),
 )
 
 
@@ -116,15 +90,16 @@ _vllm_options = stack(
 @speculation_options
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @deterministic_option(env_option)
-@_vllm_options
+@options_from(vllm.VllmOptions, only=vllm.ONLY_VLLM, group="vLLM", environment=True)
+@env_option("--print-command", is_flag=True, help="Print vLLM's command, and start nothing.")
 def serve(model: str, vllm_arguments: tuple[str, ...], engine: str, **values: Any) -> None:
     """Serve the checkpoint MODEL behind OpenAI's API, with a status page at /.
 
     Every option is an environment variable too: --max-model-len is MINIFLOAT_MAX_MODEL_LEN. SIGTERM and Ctrl-C finish
     the admitted requests; a second one ends at once.
 
-    With --engine vllm, vLLM serves it, from this environment or another: MODEL is checked, vLLM is started, watched and
-    ended. The options from --vllm-bin on, and everything after --, are for vLLM.
+    With --engine vllm, MODEL is checked, vLLM's command is printed, and this process becomes vLLM, from this
+    environment or another. Everything after -- is for vLLM.
     """
     if engine == "vllm":
         _serve_with_vllm(model, vllm_arguments, values)
@@ -134,20 +109,40 @@ def serve(model: str, vllm_arguments: tuple[str, ...], engine: str, **values: An
         _serve_here(model, values)
 
 
-def _serve_with_vllm(model: str, vllm_arguments: tuple[str, ...], values: dict[str, Any]) -> None:
-    from minifloat.serve.server.settings import collect_api_keys
-    from minifloat.serve.vllm import command_of, serve_with_vllm
-    from minifloat.serve.vllm.options import vllm_options
-
+def _stated(*sources: ParameterSource) -> dict[str, str]:
+    """Return the options whose values come from `sources`: the name of the parameter -> its flag."""
     ctx = click.get_current_context()
-    defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
-    stated = {name for name in ctx.params if ctx.get_parameter_source(name) not in defaults}
+    options = (parameter for parameter in ctx.command.params if isinstance(parameter, click.Option))
+    return {
+        str(option.name): option.opts[0] for option in options if ctx.get_parameter_source(str(option.name)) in sources
+    }
+
+
+def _serve_with_vllm(model: str, arguments: tuple[str, ...], values: dict[str, Any]) -> None:
+    from minifloat.serve.server.settings import collect_api_keys
+    from minifloat.serve.vllm.start import command_text, serve_with_vllm
+
+    stated = _stated(ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    if foreign := [flag for name, flag in stated.items() if name not in {*vllm.ACCEPTED, "print_command"}]:
+        raise UsageError(
+            f"{', '.join(foreign)}: not with --engine vllm, which lacks this option or defines it differently; "
+            "give vLLM's own options after --"
+        )
     keys = collect_api_keys(values["api_key"], values["api_key_file"])
-    options = vllm_options(model, values, stated, keys, vllm_arguments)
+    if len(keys) > 1:
+        raise UsageError(f"vLLM accepts one API key, got {len(keys)}")
+    options = build(
+        vllm.VllmOptions,
+        values,
+        model=model,
+        api_key=keys[0] if keys else None,
+        settings=vllm.translate({name: values[name] for name in values if name in stated}),
+        arguments=arguments,
+    )
     if values["print_command"]:
-        click.echo(command_of(options))
+        click.echo(command_text(options))
     else:
-        sys.exit(serve_with_vllm(options))
+        serve_with_vllm(options)
 
 
 def _refuse_vllm_options(vllm_arguments: tuple[str, ...]) -> None:
@@ -155,12 +150,10 @@ def _refuse_vllm_options(vllm_arguments: tuple[str, ...]) -> None:
 
     Environment variables of vLLM's options are ignored, since they may be set for other runs.
     """
-    ctx = click.get_current_context()
-    stated = [name for name in _VLLM_OPTIONS if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if stated or vllm_arguments:
-        from minifloat.serve.vllm.options import flag
-
-        raise UsageError(f"{' '.join([*map(flag, stated), *vllm_arguments])}: only with --engine vllm")
+    stated = _stated(ParameterSource.COMMANDLINE)
+    flags = [flag for name, flag in stated.items() if name in {*vllm.ONLY_VLLM, "print_command"}]
+    if flags or vllm_arguments:
+        raise UsageError(f"{' '.join([*flags, *vllm_arguments])}: only with --engine vllm")
 
 
 def _serve_here(model: str, values: dict[str, Any]) -> None:
