@@ -85,12 +85,13 @@ def measure(folder: str, length: int, cache: str, threads: int) -> dict[str, Any
     """Run one prompt in this process and return its figures."""
     import torch
 
-    from minifloat.engine import Engine, SamplingParams
+    from minifloat.engine import Engine, EngineOptions, SamplingParams
 
     torch.set_num_threads(threads)
     room = -(-(length + 2) // 128) * 128
     engine = Engine(
-        folder, dtype="bfloat16", kv_cache_dtype=cache, max_model_len=room, max_num_seqs=1, prefix_cache=False
+        folder,
+        EngineOptions(dtype="bfloat16", kv_cache_dtype=cache, max_model_len=room, max_num_seqs=1, prefix_cache=False),
     )
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     engine.generate([[1 + i % (VOCAB - 1) for i in range(WARM_UP)]], params)

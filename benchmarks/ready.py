@@ -1,11 +1,10 @@
 """Measure the time from the start of a process to an open engine, to a server that answers, and to a first token.
 
-    python benchmarks/ready.py MODEL [--rounds 5] [--packed-cache DIR] [--other ../checkout/src]
+    python benchmarks/ready.py MODEL [--rounds 5] [--other ../checkout/src]
 
 The last columns are parts of it: `import torch` alone, which is a floor of all others, and the imports of the web
-server without torch. Each round starts new processes; `--packed-cache` adds processes that map packed weights, and
-`--other` those of the source folder of another checkout; all take turns. The files of MODEL are in the page cache, and
-the packed weights on disk, after the first round, which is not counted.
+server without torch. Each round starts new processes; `--other` adds those of the source folder of another checkout, in
+turns. The files of MODEL are in the page cache after the first round, which is not counted.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ _POLL_SECONDS = 0.02
 _IMPORT = "import time; started = time.perf_counter(); import {}; print(time.perf_counter() - started)"
 _WEB = "fastapi, uvicorn, prometheus_client"
 _OPEN = """
-import os, sys, time
+import sys, time
 started = time.perf_counter()
 from minifloat import Engine
 imported = time.perf_counter()
-cache = os.environ.get("MINIFLOAT_PACKED_CACHE")
-Engine(sys.argv[1], **({"packed_cache": cache} if cache else {}))
+Engine(sys.argv[1])
 print(imported - started, time.perf_counter() - imported)
 """
 
@@ -102,15 +100,10 @@ def row(name: str, rounds: Sequence[tuple[float, ...]]) -> str:
 @click.command()
 @click.argument("model")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1))
-@click.option(
-    "--packed-cache", type=click.Path(path_type=Path), help="Measure starts with this folder of packed weights too."
-)
 @click.option("--other", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's src.")
-def main(model: str, rounds: int, packed_cache: Path | None, other: Path | None) -> None:
+def main(model: str, rounds: int, other: Path | None) -> None:
     """Print the seconds until an engine and a server for MODEL, a folder, are ready."""
     environments = {"this checkout": dict(os.environ)}
-    if packed_cache is not None:
-        environments["with packed weights"] = {**os.environ, "MINIFLOAT_PACKED_CACHE": str(packed_cache.resolve())}
     if other is not None:
         environments["the other"] = {**os.environ, "PYTHONPATH": str(other.resolve())}
     results: dict[str, list[tuple[float, ...]]] = {name: [] for name in environments}

@@ -31,7 +31,7 @@ import click
 import torch
 
 from minifloat import quantize_checkpoint
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.kernels import native, threads
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -53,15 +53,17 @@ def prompts_of(engine: Engine, text: Path, count: int) -> list[tuple[int, ...]]:
 
 
 class Opened:
-    """Engines of one model; each is made when it is needed, from packed weights that the first has written."""
+    """Engines of one model; each is made when it is needed."""
 
-    def __init__(self, model: Path, cache: Path, dtype: str, deterministic: bool) -> None:
-        self.model, self.cache, self.dtype, self.deterministic = model, cache, dtype, deterministic
+    def __init__(self, model: Path, dtype: str, deterministic: bool) -> None:
+        self.model, self.dtype, self.deterministic = model, dtype, deterministic
 
     def engine(self, **options: Any) -> Engine:
         """Return a new engine."""
-        defaults: dict[str, Any] = {"prefix_cache": False, "max_num_seqs": 64, "packed_cache": self.cache}
-        return Engine(self.model, dtype=self.dtype, deterministic=self.deterministic, **defaults | options)
+        defaults: dict[str, Any] = {"prefix_cache": False, "max_num_seqs": 64}
+        return Engine(
+            self.model, EngineOptions(dtype=self.dtype, deterministic=self.deterministic, **defaults | options)
+        )
 
 
 def alone(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> Answers:
@@ -159,7 +161,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         chosen = list(models) or default_models(Path(folder))
         for model in chosen:
-            opened = {flag: Opened(model, Path(folder) / "packed", dtype, flag) for flag in (False, True)}
+            opened = {flag: Opened(model, dtype, flag) for flag in (False, True)}
             for each in opened.values() if answers else ():
                 prompts = prompts_of(each.engine(), text, count)
                 differing = situations(each, prompts, params)

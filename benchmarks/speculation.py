@@ -20,7 +20,7 @@ from unittest.mock import patch
 import click
 from torch import Tensor
 
-from minifloat.engine import Engine, SamplingParams, computing
+from minifloat.engine import Engine, EngineOptions, SamplingParams, computing
 from minifloat.engine.sampling import SamplingState, TokenChoice
 from minifloat.engine.speculation import SpeculationStats
 from minifloat.engine.speculation.verify import Choices, verify
@@ -101,7 +101,7 @@ def main(
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=output_len, ignore_eos=True)
     limits: dict[str, Any] = {"dtype": dtype, "max_model_len": 512, "max_num_seqs": 2, "prefix_cache": False}
     kind = {"speculate": "self"} if draft is None else {"draft": draft}
-    plain = Engine(model, **limits)
+    plain = Engine(model, EngineOptions(**limits))
     vocab = plain.info.vocab_size
     prompts: list[Any] = [[(7 * i + 13 * n) % vocab for i in range(PROMPT_TOKENS)] for n in range(count)]
     if text is not None:
@@ -110,7 +110,7 @@ def main(
     print(f"{'drafts':>6} {'ms/token':>9} {'without':>8} {'gain':>6} {'spread':>7} {'accepted':>9} "
           f"{'tokens/step':>11} {'draft ms':>9} {'by bytes':>9}")  # fmt: skip
     for number in map(int, drafts.split(",")):
-        engine = Engine(model, **limits, **kind, draft_tokens=number or 7)
+        engine = Engine(model, EngineOptions(**limits, **kind, draft_tokens=number or 7))
         assert engine.speculator is not None
         engine.speculator._fixed = number > 0
         chance = accepting(acceptance, 0) if acceptance is not None else patch.object(computing, "verify", verify)

@@ -24,7 +24,7 @@ import torch
 from gpu_model import DRY_SHAPE
 from torch import Tensor
 
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.evaluate.bench.shapes import write_random
 from minifloat.evaluate.bench.workload import TimingRecorder, Workload
 
@@ -73,12 +73,14 @@ def main(device: str, batches: str, output_len: int, rounds: int) -> None:
             stack.enter_context(patch("minifloat.engine.device.graphs.step", no_model))
         engine = Engine(
             path,
-            device=device,
-            runner="device",
-            max_num_seqs=max(sizes),
-            max_model_len=load.length,
-            max_num_batched_tokens=max(sizes) * INPUT + 1,
-            prefix_cache=False,
+            EngineOptions(
+                device=device,
+                runner="device",
+                max_num_seqs=max(sizes),
+                max_model_len=load.length,
+                max_num_batched_tokens=max(sizes) * INPUT + 1,
+                prefix_cache=False,
+            ),
         )
         for name, values in SAMPLING.items():
             params = SamplingParams(max_tokens=output_len, ignore_eos=True, **values)

@@ -13,7 +13,7 @@ from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator, words_of
 from fuzzing.target import Target
 from minifloat import check_checkpoint, inspect_checkpoint, plan_model, preview_quantization
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import MinifloatError
 from minifloat.model.runtime.tokenizer import load_tokenizer
 
@@ -51,7 +51,9 @@ def _run(data: bytes) -> None:
             refused += 1
     if refused < len(steps):
         engine = Engine(
-            folder, runner="native", dtype="float32", kv_cache_memory=1 << 20, max_num_seqs=2, tokenizer=_tokenizer()
+            folder,
+            EngineOptions(runner="native", dtype="float32", kv_cache_memory=1 << 20, max_num_seqs=2),
+            tokenizer=_tokenizer(),
         )
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0))
 

@@ -15,14 +15,16 @@ from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.serving_app import MODEL, Application
 from fuzzing.target import Target
-from minifloat.engine import Engine
+from minifloat.engine import Engine, EngineOptions
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
 @functools.cache
 def _application() -> Application:
-    return Application(Engine(small.STORYBOOK, dtype="float32", kv_cache_memory=8 << 20, max_model_len=64))
+    return Application(
+        Engine(small.STORYBOOK, EngineOptions(dtype="float32", kv_cache_memory=8 << 20, max_model_len=64))
+    )
 
 
 class Client:

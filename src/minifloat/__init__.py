@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from minifloat.deploy.diagnosis import Diagnosis, doctor
     from minifloat.deploy.estimate import ModelPlan, plan_model
     from minifloat.deploy.publish.push import PushReport, push_checkpoint
-    from minifloat.engine import AsyncEngine, Engine, SamplingParams
+    from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
     from minifloat.errors import MinifloatError
     from minifloat.evaluate.bench import BenchOptions, GainsReport, bench_checkpoint
     from minifloat.evaluate.bench.workload import Workload
@@ -82,6 +82,7 @@ _EXPORTS = {
     "DataOptions": "minifloat.quantize.rounded",
     "Diagnosis": "minifloat.deploy.diagnosis",
     "Engine": "minifloat.engine",
+    "EngineOptions": "minifloat.engine",
     "GainsReport": "minifloat.evaluate.bench",
     "Inspection": "minifloat.model.layouts.inspection",
     "MinifloatError": "minifloat.errors",
@@ -136,6 +137,7 @@ __all__ = [
     "DataOptions",
     "Diagnosis",
     "Engine",
+    "EngineOptions",
     "GainsReport",
     "Inspection",
     "MinifloatError",

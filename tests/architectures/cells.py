@@ -23,7 +23,7 @@ from references import Reference, make_reference, slice_of
 from small_models import Case
 from torch import Tensor, nn
 
-from minifloat import Engine, SamplingParams, check_checkpoint, convert_checkpoint, load, plan_model
+from minifloat import Engine, EngineOptions, SamplingParams, check_checkpoint, convert_checkpoint, load, plan_model
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import CalibrateOptions
@@ -375,11 +375,13 @@ def engine(quantized: Quantized) -> Outcome:
     try:
         engine = Engine(
             quantized.folder,
-            dtype="float32",
-            lm_head="bf16",  # as the reference has it
-            kv_cache_memory=2**24,
-            max_num_seqs=2,
-            max_num_batched_tokens=_STEP_TOKENS,
+            EngineOptions(
+                dtype="float32",
+                lm_head="bf16",
+                kv_cache_memory=2**24,
+                max_num_seqs=2,
+                max_num_batched_tokens=_STEP_TOKENS,
+            ),
         )
         found = _generate(engine)
     except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.engine import AsyncEngine, Delivery, Engine, Request, SamplingParams
+from minifloat.engine import AsyncEngine, Delivery, Engine, EngineOptions, Request, SamplingParams
 from minifloat.errors import ContextLengthError, EngineStopped, QueueFull
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -20,7 +20,7 @@ ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @pytest.fixture
 def engine(llama_folder: Path) -> Engine:
-    return Engine(llama_folder, dtype="float32", max_num_seqs=4)
+    return Engine(llama_folder, EngineOptions(dtype="float32", max_num_seqs=4))
 
 
 def run(engine: Engine, body: Callable[[AsyncEngine], Awaitable[None]], max_queue: int = 100) -> None:

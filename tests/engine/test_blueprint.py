@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.blueprint import Blueprint, blueprint_of
 from minifloat.engine.rotary import rotary_frequencies
 from minifloat.errors import CheckpointError, ConfigError, ShapeError, UnsupportedTensorError
@@ -148,7 +148,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 
 def continuation(folder: Path) -> tuple[int, ...]:
-    engine = Engine(folder, dtype="float32")
+    engine = Engine(folder, EngineOptions(dtype="float32"))
     assert engine.info.runner == "native"
     return engine.generate([tuple(range(40))], GREEDY)[0].tokens
 

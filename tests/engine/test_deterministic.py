@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from modes import each_value
 
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
 from minifloat.quantize.job import quantize_checkpoint
@@ -55,24 +55,27 @@ def test_answers_do_not_depend_on_what_else_runs(name: str, scheme: str, make_mo
         quantize_checkpoint(folder, tmp_path / "out", scheme)
         folder = tmp_path / "out"
     prompts = prompts_of(7)
-    engine = Engine(folder, deterministic=True, prefix_cache=False)
+    engine = Engine(folder, EngineOptions(deterministic=True, prefix_cache=False))
     assert engine.info.deterministic
     assert engine.info.runner == "native"
     expected = alone(engine, prompts)
     assert answers(engine, prompts) == expected
     assert answers(engine, prompts[::-1])[::-1] == expected
-    assert alone(Engine(folder, deterministic=True, max_num_seqs=1, max_num_batched_tokens=7), prompts) == expected
-    cached = Engine(folder, deterministic=True)
+    assert (
+        alone(Engine(folder, EngineOptions(deterministic=True, max_num_seqs=1, max_num_batched_tokens=7)), prompts)
+        == expected
+    )
+    cached = Engine(folder, EngineOptions(deterministic=True))
     assert answers(cached, prompts) == expected
     assert alone(cached, prompts) == expected
-    drafting = Engine(folder, deterministic=True, speculate="prompt")
+    drafting = Engine(folder, EngineOptions(deterministic=True, speculate="prompt"))
     assert answers(drafting, prompts) == expected
     assert answers(engine, prompts, SAMPLED) == alone(engine, prompts, SAMPLED)
 
 
 @needs_kernels
 def test_it_chooses_the_kernels(llama_folder: Path) -> None:
-    chosen, default = (Engine(llama_folder, deterministic=flag) for flag in (True, False))
+    chosen, default = (Engine(llama_folder, EngineOptions(deterministic=flag)) for flag in (True, False))
     runners: list[Any] = [chosen._runner, default._runner]
     assert [runner.decoder.batch_invariant for runner in runners] == [True, False]
     text = open_text_model(llama_folder, deterministic=True)
@@ -92,14 +95,14 @@ def test_it_chooses_the_kernels(llama_folder: Path) -> None:
 )
 def test_what_cannot_promise_it_is_refused(options: dict[str, Any], message: str, llama_folder: Path) -> None:
     with pytest.raises(UsageError, match=f"^deterministic: .*{message}"):
-        Engine(llama_folder, deterministic=True, **options)
+        Engine(llama_folder, EngineOptions(deterministic=True, **options))
 
 
 @needs_kernels
 def test_a_model_of_transformers_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "bloom")
     with pytest.raises(UsageError, match="deterministic: the native decoder of the CPU does not run this model: "):
-        Engine(folder, deterministic=True)
+        Engine(folder, EngineOptions(deterministic=True))
     with pytest.raises(UsageError, match="does not run this model"):
         open_text_model(folder, deterministic=True)
 
@@ -115,11 +118,11 @@ def test_text_on_a_gpu_is_refused(llama_folder: Path, monkeypatch: pytest.Monkey
 def test_without_the_native_library_it_is_refused(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_result", native.LoadResult(None, "it was not built"))
     with pytest.raises(KernelUnavailable, match="it was not built"):
-        Engine(llama_folder, deterministic=True)
+        Engine(llama_folder, EngineOptions(deterministic=True))
 
 
 @needs_kernels
 def test_the_log_of_a_server_says_so(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "minifloat.server"):
-        start._log_model(Engine(llama_folder, deterministic=True).info, ServerSettings("m"))
+        start._log_model(Engine(llama_folder, EngineOptions(deterministic=True)).info, ServerSettings("m"))
     assert "deterministic: the same bits whatever else runs, by batch-invariant kernels of " in caplog.text

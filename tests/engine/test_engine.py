@@ -86,7 +86,7 @@ def model(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factor
 
 def test_greedy_tokens_are_those_of_transformers_alone_and_among_others(model: Any) -> None:
     folder, runner, prompts, answers = model
-    engine = Engine(folder, dtype="float32")
+    engine = Engine(folder, EngineOptions(dtype="float32"))
     assert engine.info.runner == runner
     assert [tokens(engine, [prompt])[0] for prompt in prompts[:3]] == answers[:3]
     assert tokens(engine, prompts) == answers
@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_among_others(model: A
 
 def test_tokens_are_the_same_when_prompts_are_cut_into_pieces(model: Any) -> None:
     folder, _, prompts, answers = model
-    engine = Engine(folder, dtype="float32", max_num_seqs=5, max_num_batched_tokens=13)
+    engine = Engine(folder, EngineOptions(dtype="float32", max_num_seqs=5, max_num_batched_tokens=13))
     assert tokens(engine, prompts) == answers
 
 
@@ -122,10 +122,12 @@ class Counter:
 
 def test_tokens_are_the_same_when_the_cache_is_too_small_for_all(model: Any) -> None:
     folder, _, prompts, answers = model
-    info = Engine(folder, dtype="float32").info
+    info = Engine(folder, EngineOptions(dtype="float32")).info
     counter = Counter()
     engine = Engine(
-        folder, dtype="float32", kv_cache_memory=info.kv_bytes_per_token * 16 * 9, max_model_len=100, observer=counter
+        folder,
+        EngineOptions(dtype="float32", kv_cache_memory=info.kv_bytes_per_token * 16 * 9, max_model_len=100),
+        observer=counter,
     )
     assert tokens(engine, prompts) == answers
     assert sum(step.preemptions for step in counter.steps) > 0
@@ -134,7 +136,7 @@ def test_tokens_are_the_same_when_the_cache_is_too_small_for_all(model: Any) -> 
 
 def test_tokens_are_the_same_after_a_hit_in_the_prefix_cache(model: Any) -> None:
     folder, runner, prompts, answers = model
-    engine = Engine(folder, dtype="float32")
+    engine = Engine(folder, EngineOptions(dtype="float32"))
     assert tokens(engine, prompts) == answers
     again = engine.generate(prompts, GREEDY)
     assert [list(completion.tokens) for completion in again] == answers
@@ -152,7 +154,7 @@ def test_quantized_models_make_the_tokens_of_the_reference(
     folder = make_model(tmp_path / "model", name, hidden_size=128, intermediate_size=128)
     quantize_checkpoint(folder, tmp_path / "out", scheme)
     prompts = prompts_of(5)
-    engine = Engine(tmp_path / "out", dtype="float32")
+    engine = Engine(tmp_path / "out", EngineOptions(dtype="float32"))
     assert engine.info.runner == "native"
     assert engine.info.scheme.startswith(scheme)
     assert tokens(engine, prompts) == expected(tmp_path / "out", prompts, lm_head="auto")
@@ -171,7 +173,7 @@ def test_bf16_logits_are_near_those_of_transformers(llama_folder: Path) -> None:
 
 
 def test_the_pieces_of_text_join_to_the_decoded_text(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
     completion = engine.generate(["ä prompt"], params)[0]
     prompt = engine.tokenizer("ä prompt").input_ids
@@ -182,7 +184,7 @@ def test_the_pieces_of_text_join_to_the_decoded_text(llama_folder: Path) -> None
 
 
 def test_a_stop_string_ends_the_text_before_it_and_is_never_shown(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
     whole = engine.generate(["abc"], params)[0]
     stop = whole.text[11:14]
@@ -196,7 +198,7 @@ def test_a_stop_string_ends_the_text_before_it_and_is_never_shown(llama_folder: 
 
 
 def test_end_tokens_end_the_text_unless_ignored_or_before_min_tokens(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     end = engine.tokenizer.eos_token_id
     bias = {end: 100.0}
     at_once = engine.generate(["abc"], SamplingParams(temperature=0.0, max_tokens=9, logit_bias=bias))[0]
@@ -217,7 +219,7 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out_with_a_warning(
     for name in ("config.json", "generation_config.json"):
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {"eos_token_id": [65, -1, 2**31 - 1]}))
-    engine = Engine(folder, dtype="float32")
+    engine = Engine(folder, EngineOptions(dtype="float32"))
     assert "no answer ends with the tokens [2147483647]: the model has " in caplog.text
     params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, logit_bias={65: 100.0})
     completion = engine.generate(["abc"], params)[0]
@@ -225,7 +227,7 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out_with_a_warning(
 
 
 def test_a_text_ends_where_the_context_does(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32", max_model_len=20)
+    engine = Engine(llama_folder, EngineOptions(dtype="float32", max_model_len=20))
     completion = engine.generate([tuple(range(15))], SamplingParams(temperature=0.0, ignore_eos=True))[0]
     assert (len(completion.tokens), completion.finish_reason) == (5, "length")
     with pytest.raises(ContextLengthError, match="20 tokens"):
@@ -233,7 +235,7 @@ def test_a_text_ends_where_the_context_does(llama_folder: Path) -> None:
 
 
 def test_draws_depend_on_the_seed_and_on_nothing_else(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)
     alone = tokens(engine, prompts_of(1), params)[0]
     assert tokens(engine, prompts_of(6), params)[0] == alone
@@ -247,7 +249,7 @@ def test_json_output_is_json_of_the_schema(llama_folder: Path) -> None:
     from minifloat.engine import Grammar
 
     pytest.importorskip("llguidance")
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "maximum": 99}},
@@ -268,7 +270,7 @@ def test_bad_schemas_are_refused_and_the_next_request_is_fine(llama_folder: Path
     from minifloat.engine import Grammar
 
     pytest.importorskip("llguidance")
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     for schema in ({"type": "nothing"}, '{"type": ', {"type": "string", "pattern": "("}, {"$ref": "#/nowhere"}):
         with pytest.raises(UsageError):
             engine.generate(["abc"], SamplingParams(grammar=Grammar.json_schema(schema)))
@@ -282,7 +284,7 @@ def test_bad_schemas_are_refused_and_the_next_request_is_fine(llama_folder: Path
 
 
 def test_one_failing_sequence_ends_alone(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     prompts = prompts_of(4)
     answers = tokens(engine, prompts)
     run = engine._runner.run
@@ -304,7 +306,7 @@ def test_one_failing_sequence_ends_alone(llama_folder: Path, monkeypatch: pytest
 def test_a_sequence_whose_choice_or_text_fails_ends_alone(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     prompts = prompts_of(4)
     answers = tokens(engine, prompts)
     add = engine.add
@@ -331,7 +333,7 @@ def test_a_sequence_whose_choice_or_text_fails_ends_alone(
 
 
 def test_nan_logits_end_their_own_sequence_only(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     prompts = prompts_of(4)
     answers = tokens(engine, prompts)
     run = engine._runner.run
@@ -361,7 +363,7 @@ def collect(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingPara
 
 
 def test_cancelling_frees_everything(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     for index, prompt in enumerate(prompts_of(6)):
         engine.add(Request(str(index), prompt, GREEDY))
     engine.step()
@@ -375,7 +377,7 @@ def test_cancelling_frees_everything(llama_folder: Path) -> None:
 
 def test_the_listener_receives_the_numbers_of_steps_tokens_and_requests(llama_folder: Path) -> None:
     counter = Counter()
-    engine = Engine(llama_folder, dtype="float32", observer=counter)
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"), observer=counter)
     prompts = prompts_of(5)
     engine.generate(prompts, GREEDY)
     assert sum(step.prompt_tokens for step in counter.steps) == sum(map(len, prompts))
@@ -392,7 +394,7 @@ def test_the_listener_receives_the_numbers_of_steps_tokens_and_requests(llama_fo
 
 
 def test_salts_keep_requests_apart(llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
     prompt = tuple(range(50))
     hits = []
     for index, salt in enumerate(("a", "b", "a")):
@@ -417,7 +419,7 @@ def test_salts_keep_requests_apart(llama_folder: Path) -> None:
 )
 def test_invalid_options_are_refused(llama_folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Engine(llama_folder, **options)
+        Engine(llama_folder, EngineOptions(**options))
 
 
 def test_the_lm_head_is_fp8_beside_mxfp4_unless_the_user_keeps_it(llama_folder: Path, tmp_path: Path) -> None:
@@ -439,7 +441,7 @@ def test_every_runner_computes_what_load_does_with_an_fp8_lm_head(
 ) -> None:
     folder = make_model(tmp_path / "m", model_type, **FOREIGN.get(model_type, {}))
     quantize_checkpoint(folder, tmp_path / "q", "mxfp4")
-    engine = Engine(tmp_path / "q", dtype="float32")
+    engine = Engine(tmp_path / "q", EngineOptions(dtype="float32"))
     assert (engine.info.runner, engine.info.lm_head) == (runner, "fp8 (quantized while loading)")
     prompts = prompts_of(3)
     assert tokens(engine, prompts) == expected(tmp_path / "q", prompts, lm_head="auto")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minifloat.engine import Delivery, Engine, Grammar, Request, SamplingParams
+from minifloat.engine import Delivery, Engine, EngineOptions, Grammar, Request, SamplingParams
 from minifloat.engine.grammar import GrammarLimits, Grammars, GrammarState
 from minifloat.errors import QueueFull, UsageError
 from minifloat.model.runtime.tokenizer import serving_tokenizer
@@ -182,7 +182,7 @@ def test_the_processes_end_with_the_engine(case: Case) -> None:
 
 @pytest.fixture
 def engine(llama_folder: Path) -> Iterator[Engine]:
-    made = Engine(llama_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=8)
+    made = Engine(llama_folder, EngineOptions(dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=8))
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from minifloat.deploy.estimate.cache import cache_bytes
 from minifloat.deploy.estimate.shape import model_shape
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.model.architecture.decoder import decoder_plan, why_not_on_device
 from minifloat.numerics.formats import BFLOAT16, E4M3
@@ -44,7 +44,7 @@ def test_a_token_takes_the_bytes_of_its_latent(
     dtype: str, kv_cache_dtype: str, element: object, size: int, folder: Path
 ) -> None:
     memory = LAYERS * (RANK + TURNED) * size * BLOCK_TOKENS * 7
-    engine = Engine(folder, dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_memory=memory)
+    engine = Engine(folder, EngineOptions(dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_memory=memory))
     assert engine.info.kv_bytes_per_token == LAYERS * (RANK + TURNED) * size
     assert (engine.info.kv_blocks, engine.info.kv_bytes) == (7, memory)
     if element in (BFLOAT16, E4M3):
@@ -54,10 +54,10 @@ def test_a_token_takes_the_bytes_of_its_latent(
 
 def test_an_fp8_cache_without_scales_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "minifloat"):
-        engine = Engine(folder, dtype="float32", kv_cache_dtype="fp8")
+        engine = Engine(folder, EngineOptions(dtype="float32", kv_cache_dtype="fp8"))
     assert engine.info.kv_element == "E4M3"
     assert "the latents are stored with the scale 1" in caplog.text
-    exact = Engine(folder, dtype="float32")
+    exact = Engine(folder, EngineOptions(dtype="float32"))
     found, expected = (e.generate([PROMPT], SamplingParams(max_tokens=1, logprobs=5, seed=1)) for e in (engine, exact))
     first, second = (completion[0].logprobs[0].logprob for completion in (found, expected))  # type: ignore[index]
     assert first != second
@@ -83,7 +83,7 @@ def test_the_scale_of_keys_is_that_of_latents(tmp_path: Path, caplog: pytest.Log
             for letter, scale in (("k", k_scale), ("v", v_scale))
         }
         save_file(weights | scales, shard, {"format": "pt"})
-        engine = Engine(tmp_path / "q", dtype="float32", lm_head="bf16")
+        engine = Engine(tmp_path / "q", EngineOptions(dtype="float32", lm_head="bf16"))
         assert engine.info.kv_element == "E4M3"
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
         found[k_scale, v_scale] = engine.generate([PROMPT], params)[0].logprobs[0].logprob  # type: ignore[index]
@@ -98,21 +98,9 @@ def test_kimi_k2_is_a_deepseek_v3_under_another_name(folder: Path, tmp_path: Pat
     file = tmp_path / "kimi" / "config.json"
     config = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.Config"}}
     file.write_text(json.dumps(config))
-    assert tokens(Engine(tmp_path / "kimi", dtype="float32")) == tokens(Engine(folder, dtype="float32"))
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "fp8-block", None])
-def test_packed_weights_are_mapped(scheme: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = write(model_of(NAME, **quantizable_sizes(NAME)).bfloat16(), tmp_path / "m")
-    if scheme is not None:
-        quantize_checkpoint(source, tmp_path / "q", scheme)
-        source = tmp_path / "q"
-    caplog.set_level(logging.INFO)
-    expected = tokens(Engine(source))
-    assert tokens(Engine(source, packed_cache=tmp_path / "cache")) == expected
-    assert "packed weights: wrote" in caplog.text
-    assert tokens(Engine(source, packed_cache=tmp_path / "cache")) == expected
-    assert "packed weights: mapped" in caplog.text
+    assert tokens(Engine(tmp_path / "kimi", EngineOptions(dtype="float32"))) == tokens(
+        Engine(folder, EngineOptions(dtype="float32"))
+    )
 
 
 def test_the_log_says_which_keys_are_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,8 +112,8 @@ def test_the_log_says_which_keys_are_in_bf16(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_drafts_of_the_model_itself_do_not_change_the_text(folder: Path) -> None:
-    expected = tokens(Engine(folder, dtype="float32"))
-    assert tokens(Engine(folder, dtype="float32", speculate="self")) == expected
+    expected = tokens(Engine(folder, EngineOptions(dtype="float32")))
+    assert tokens(Engine(folder, EngineOptions(dtype="float32", speculate="self"))) == expected
 
 
 def test_the_decoder_of_gpus_says_what_it_lacks() -> None:

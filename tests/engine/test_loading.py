@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from minifloat.engine import Engine, loading_log
+from minifloat.engine import Engine, EngineOptions, loading_log
 from minifloat.errors import UsageError
 
 
 def test_a_cache_for_which_there_is_no_memory_is_refused_with_what_is_free(llama_folder: Path) -> None:
     with pytest.raises(UsageError, match=r"^kv_cache_memory: 900\.00 GiB were asked for, and [\d.,]+ [MG]iB are free"):
-        Engine(llama_folder, kv_cache_memory=900 << 30)
+        Engine(llama_folder, EngineOptions(kv_cache_memory=900 << 30))
 
 
 def test_the_log_names_what_is_loaded_before_it_is_loaded(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="minifloat"):
-        Engine(llama_folder, kv_cache_memory=1 << 20)
+        Engine(llama_folder, EngineOptions(kv_cache_memory=1 << 20))
     assert any(f"loading {llama_folder.name}: " in message and "to cpu" in message for message in caplog.messages)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.kernels import native
 
 MakeModel = Callable[..., Path]
@@ -52,8 +52,11 @@ def peak_growth(engine: Engine, tokens: int) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_long_prompt_takes_no_memory_but_that_of_the_cache(wide_folder: Path) -> None:
     limit = TOKENS + 128
-    engine = Engine(wide_folder, max_model_len=limit, max_num_seqs=1, prefix_cache=False)
-    whole = Engine(wide_folder, max_model_len=limit, max_num_seqs=1, prefix_cache=False, max_num_batched_tokens=limit)
+    engine = Engine(wide_folder, EngineOptions(max_model_len=limit, max_num_seqs=1, prefix_cache=False))
+    whole = Engine(
+        wide_folder,
+        EngineOptions(max_model_len=limit, max_num_seqs=1, prefix_cache=False, max_num_batched_tokens=limit),
+    )
     cache = TOKENS * engine.info.kv_bytes_per_token
     one_row = 3 * WIDE["intermediate_size"] * 2  # of gate, up and their product, in BF16
     assert cache < 2 << 20
@@ -63,7 +66,7 @@ def test_a_long_prompt_takes_no_memory_but_that_of_the_cache(wide_folder: Path) 
 
 @needs_native
 def test_the_time_of_steps_is_known_by_part(wide_folder: Path) -> None:
-    engine = Engine(wide_folder, max_num_seqs=1, prefix_cache=False)
+    engine = Engine(wide_folder, EngineOptions(max_num_seqs=1, prefix_cache=False))
     assert set(engine.part_seconds().values()) == {0.0}
 
     def shares(tokens: int) -> dict[str, float]:
@@ -80,4 +83,4 @@ def test_the_time_of_steps_is_known_by_part(wide_folder: Path) -> None:
 
 
 def test_other_runners_measure_no_parts(wide_folder: Path) -> None:
-    assert Engine(wide_folder, runner="transformers").part_seconds() == {}
+    assert Engine(wide_folder, EngineOptions(runner="transformers")).part_seconds() == {}

@@ -16,7 +16,7 @@ from modes import each_value
 from native_cases import CASES, TOWERS, VOCAB, config_of, greedy, model_of, quantizable_sizes, with_tower, write
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.blueprint import Blueprint, blueprint_of
 from minifloat.engine.native import build_native_decoder
 from minifloat.kernels.decoder import IMPLEMENTATIONS, Decoder
@@ -101,11 +101,13 @@ def test_logits_are_those_of_transformers(name: str, impl: str, folder_of: Calla
 def test_greedy_tokens_are_those_of_transformers(name: str, folder_of: Callable[[str], Path]) -> None:
     """Alone, together, in pieces, after preemption, and from the prefix cache."""
     answers = expected_tokens(name)
-    engine = Engine(folder_of(name), dtype="float32", max_num_seqs=5, max_num_batched_tokens=16)
+    engine = Engine(folder_of(name), EngineOptions(dtype="float32", max_num_seqs=5, max_num_batched_tokens=16))
     assert engine.info.runner == "native", engine.info.reason_not_native
     assert [list(engine.generate([tokens], GREEDY)[0].tokens) for tokens in PROMPTS] == answers
     assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
-    small = Engine(folder_of(name), dtype="float32", kv_cache_memory=memory_of_blocks(engine, 7), max_model_len=80)
+    small = Engine(
+        folder_of(name), EngineOptions(dtype="float32", kv_cache_memory=memory_of_blocks(engine, 7), max_model_len=80)
+    )
     assert [list(completion.tokens) for completion in small.generate(PROMPTS, GREEDY)] == answers
 
 
@@ -207,7 +209,7 @@ def test_layers_that_share_keys_and_values_have_no_cache(folder_of: Callable[[st
     decoder = decoder_of(folder_of("gemma4_text"))
     assert [(shape.kv_heads, shape.head_dim) for shape in decoder.cache_shapes] == [(2, 24), (2, 40), (2, 24)]
     assert decoder.caches == (0, 1, 2, 2, 2, 1)
-    engine = Engine(folder_of("gemma4_text"), dtype="float32")
+    engine = Engine(folder_of("gemma4_text"), EngineOptions(dtype="float32"))
     assert engine.info.kv_bytes_per_token == 4 * 2 * ((24 + 32) + (40 + 48) + (24 + 32))
 
 
@@ -241,17 +243,17 @@ def test_texts_beyond_the_context_of_training_have_long_factors(
     folder = write(model, tmp_path / "m")
     long, short = prompt(40, 3), prompt(23, 2)
     with caplog.at_level(logging.WARNING, "minifloat"):
-        engine = Engine(folder, dtype="float32")
+        engine = Engine(folder, EngineOptions(dtype="float32"))
     assert "sequences are limited to 32 tokens" in caplog.text
     assert (engine.info.runner, engine.info.max_model_len) == ("native", 32)
     assert list(engine.generate([short], GREEDY)[0].tokens) == greedy(model, short, COUNT)
     with caplog.at_level(logging.WARNING, "minifloat"):
-        engine = Engine(folder, dtype="float32", max_model_len=100)
+        engine = Engine(folder, EngineOptions(dtype="float32", max_model_len=100))
     assert "all sequences have the rotary factors of texts beyond 32 tokens (longrope), as in vLLM" in caplog.text
     assert list(engine.generate([long], GREEDY)[0].tokens) == greedy(model, long, COUNT)
     assert list(engine.generate([short], GREEDY)[0].tokens) != greedy(model, short, COUNT)
     caplog.clear()
-    assert Engine(folder, dtype="float32", max_model_len=32).info.max_model_len == 32
+    assert Engine(folder, EngineOptions(dtype="float32", max_model_len=32)).info.max_model_len == 32
     assert "longrope" not in caplog.text
 
 
@@ -265,7 +267,7 @@ def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name
         quantize_checkpoint(folder, tmp_path / "q", "mxfp4", layout="gpt-oss")
     else:
         quantize_checkpoint(folder, tmp_path / "q", scheme)
-    engine = Engine(tmp_path / "q", dtype="float32", lm_head="bf16")
+    engine = Engine(tmp_path / "q", EngineOptions(dtype="float32", lm_head="bf16"))
     assert engine.info.runner == "native", engine.info.reason_not_native
     reference = load(tmp_path / "q", dtype=torch.float32, weight_only=True, impl="reference")
     answers = [greedy(reference, tokens, COUNT) for tokens in PROMPTS]
@@ -280,7 +282,7 @@ def test_the_text_model_beside_a_tower_is_native(name: str, tmp_path: Path, capl
     model = with_tower(name)
     folder = write(model, tmp_path / "m")
     with caplog.at_level(logging.WARNING, "minifloat"):
-        engine = Engine(folder, dtype="float32")
+        engine = Engine(folder, EngineOptions(dtype="float32"))
     assert engine.info.runner == "native", engine.info.reason_not_native
     assert "are not used by the model" in caplog.text
     assert "text part native; images are not served" in caplog.text

@@ -13,6 +13,7 @@ import torch
 
 from minifloat.engine import (
     Engine,
+    EngineOptions,
     GeneratedText,
     Request,
     SamplingParams,
@@ -92,7 +93,7 @@ def check_all(completions: list[GeneratedText], expected: list[torch.Tensor]) ->
 
 
 def engine_of(folder: Path, runner: str, **options: Any) -> Engine:
-    engine = Engine(folder, **{"dtype": "float32", "runner": runner, "max_num_seqs": 6} | options)
+    engine = Engine(folder, EngineOptions(**{"dtype": "float32", "runner": runner, "max_num_seqs": 6} | options))
     assert engine.info.runner == runner
     return engine
 

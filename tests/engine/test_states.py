@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_cases import VOCAB, config_of, greedy, model_of, write
 
-from minifloat.engine import Engine, GeneratedText, Request, SamplingParams
+from minifloat.engine import Engine, EngineOptions, GeneratedText, Request, SamplingParams
 from minifloat.engine.blueprint import blueprint_of
 from minifloat.engine.snapshots import StateSnapshots
 from minifloat.errors import ConfigError, UsageError
@@ -40,7 +40,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
-    return Engine(folder, dtype="float32", **options)
+    return Engine(folder, EngineOptions(dtype="float32", **options))
 
 
 def run(engine: Engine, tokens: list[int]) -> GeneratedText:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.engine import Engine, Request, SamplingParams
+from minifloat.engine import Engine, EngineOptions, Request, SamplingParams
 
 STEPS = 20
 #: Calls of Python and C functions per sequence and step, by runner and temperature: half as many again as there are.
@@ -44,7 +44,7 @@ def calls(engine: Engine, batch: int, params: SamplingParams) -> int:
 @pytest.mark.parametrize("values", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}], ids=str)
 def test_a_sequence_more_costs_few_calls_per_step(runner: str, values: dict[str, float], llama_folder: Path) -> None:
     params = SamplingParams(max_tokens=2 * STEPS, ignore_eos=True, **values)  # type: ignore[arg-type]
-    engine = Engine(llama_folder, dtype="float32", runner=runner, max_num_seqs=16, prefix_cache=False)
+    engine = Engine(llama_folder, EngineOptions(dtype="float32", runner=runner, max_num_seqs=16, prefix_cache=False))
     calls(engine, 8, params)  # texts of tokens are decoded once
     few, many = calls(engine, 8, params), calls(engine, 16, params)
     print(f"{(many - few) / 8 / STEPS:.0f} calls per sequence, {(2 * few - many) / STEPS:.0f} per step")

@@ -10,7 +10,7 @@ import torch
 from plain import load_plain
 from small_models import Case, make_model
 
-from minifloat import Engine, SamplingParams
+from minifloat import Engine, EngineOptions, SamplingParams
 from minifloat.engine.sequence import Request
 
 _PROMPT, _NEW = tuple(range(40, 64)), 5
@@ -26,7 +26,9 @@ def test_a_prompt_in_parts_and_its_next_tokens_are_those_of_the_model_without_a_
     case = Case(model_type, model_type)
     folder = make_model(case, tmp_path / "model")
     model: Any = load_plain(case, folder)
-    engine = Engine(folder, dtype="float32", kv_cache_memory=2**24, max_num_seqs=2, max_num_batched_tokens=10)
+    engine = Engine(
+        folder, EngineOptions(dtype="float32", kv_cache_memory=2**24, max_num_seqs=2, max_num_batched_tokens=10)
+    )
     engine.add(Request("0", _PROMPT, SamplingParams(temperature=0.0, max_tokens=_NEW, ignore_eos=True, logprobs=1)))
     found = []
     while engine.has_work:

@@ -2,21 +2,20 @@ from __future__ import annotations
 
 import gc
 import sys
-from pathlib import Path
 
 import pytest
 
 from minifloat.serve.starting import importing, starting
 
 
-def test_garbage_is_not_collected_meanwhile(tmp_path: Path) -> None:
-    with starting(tmp_path):
+def test_garbage_is_not_collected_meanwhile() -> None:
+    with starting():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_garbage_is_collected_again_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no"), starting(tmp_path):
+def test_garbage_is_collected_again_after_an_error() -> None:
+    with pytest.raises(ValueError, match="no"), starting():
         raise ValueError("no")
     assert gc.isenabled()
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from minifloat.commands.main import main
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.detokenize import Detokenizer
 from minifloat.errors import CheckpointError, UsageError
 from minifloat.model.runtime.load import load
@@ -128,7 +128,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_a_seed_draws_the_tokens_that_the_engine_draws(model: PreTrainedModel, llama_folder: Path) -> None:
-    engine = Engine(llama_folder, dtype="float32", runner="transformers")
+    engine = Engine(llama_folder, EngineOptions(dtype="float32", runner="transformers"))
     params = SamplingParams(temperature=1.5, top_p=0.9, seed=3, max_tokens=12)
     (completion,) = engine.generate(PROMPT, params)
     text = "".join(generate(model, PROMPT, max_new_tokens=12, temperature=1.5, top_p=0.9, seed=3))

@@ -45,7 +45,7 @@ from minifloat.calibration.readers import first_line
 from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
-from minifloat.engine import Engine, Request, SamplingParams
+from minifloat.engine import Engine, EngineOptions, Request, SamplingParams
 from minifloat.errors import AlreadyQuantizedError, ChatTemplateError, DataError, UsageError
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.runtime.config import plain_config
@@ -93,10 +93,9 @@ def write_own_text(
         with _weights(checkpoint, write_copy, file, device) as folder:
             engine = Engine(
                 folder,
-                device=str(device),
-                max_model_len=seq_len,
-                max_num_seqs=max_num_seqs + 1,
-                prefix_cache=False,
+                EngineOptions(
+                    device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False
+                ),
                 tokenizer=tokenizer,
             )
             prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
@@ -15,7 +14,6 @@ from minifloat.commands.options import (
     deterministic_option,
     device_option,
     lm_head_option,
-    packed_cache_option,
     pass_params,
     revision_option,
     threads_option,
@@ -37,7 +35,6 @@ class GenerateParams:
     weight_only: bool
     lm_head: str
     activations: str
-    packed_cache: Path | None
     deterministic: bool
     device: str
     threads: int | None
@@ -54,7 +51,6 @@ class GenerateParams:
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
 @lm_head_option()
 @activations_option()
-@packed_cache_option()
 @deterministic_option()
 @device_option()
 @threads_option()
@@ -75,7 +71,7 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
     from minifloat.serve.starting import starting
 
     folder = model_folder(params.model, revision=params.revision)
-    with starting(folder, params.device, packed_cache=params.packed_cache, lm_head=params.lm_head):
+    with starting():
         use_threads(params.threads)
         model = open_text_model(
             folder,
@@ -83,7 +79,6 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
             weight_only=params.weight_only,
             lm_head=params.lm_head,
             activations=params.activations,
-            packed_cache=params.packed_cache,
             deterministic=params.deterministic,
         )
     from minifloat.engine import Engine, SamplingParams
@@ -93,8 +88,6 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
             temperature=params.temperature, top_p=params.top_p, seed=params.seed, max_tokens=params.max_new_tokens
         )
         return native_pieces(model, params.prompt, sampling)
-    if params.packed_cache is not None:
-        click.echo("--packed-cache is not used: only the native decoder of the CPU maps packed weights", err=True)
     from minifloat.serve.text import generate as stream
 
     return stream(

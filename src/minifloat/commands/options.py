@@ -174,16 +174,6 @@ def _activations(choices: list[str], help_text: str, option: Callable[..., Any])
     return decorator
 
 
-def packed_cache_option() -> Callable[[_Command], _Command]:
-    """Return the option ``--packed-cache``, also ``MINIFLOAT_PACKED_CACHE``."""
-    return env_option(
-        "--packed-cache",
-        type=click.Path(path_type=Path, file_okay=False),
-        metavar="DIR",
-        help="Keep packed weights in this folder, and map them at the next start.  [default: pack at every start]",
-    )
-
-
 def deterministic_option(option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
     """Return the flag ``--deterministic``; `option`: `click.option` or `env_option`."""
     help_text = "The same bits whatever else runs: batch, chunks, cache, drafts, threads (CPU; slower prompts)."

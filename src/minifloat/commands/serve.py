@@ -20,7 +20,6 @@ from minifloat.commands.options import (
     engine_activations_option,
     env_option,
     lm_head_option,
-    packed_cache_option,
     speculation_options,
 )
 from minifloat.commands.options_from import GroupedCommand, build, options_from
@@ -30,7 +29,6 @@ from minifloat.serve.vllm import options as vllm
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _ENGINE_OPTIONS = (
-    "revision",
     "device",
     "dtype",
     "max_model_len",
@@ -40,7 +38,6 @@ _ENGINE_OPTIONS = (
     "kv_cache_dtype",
     "lm_head",
     "activations",
-    "packed_cache",
     "speculate",
     "draft",
     "draft_tokens",
@@ -86,7 +83,6 @@ _ENGINE_OPTIONS = (
 @env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
 @lm_head_option(option=env_option)
 @engine_activations_option(option=env_option)
-@packed_cache_option()
 @speculation_options
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @deterministic_option(env_option)
@@ -159,6 +155,7 @@ def _refuse_vllm_options(vllm_arguments: tuple[str, ...]) -> None:
 def _serve_here(model: str, values: dict[str, Any]) -> None:
     """Serve with minifloat's own engine."""
     from minifloat.checkpoint.hub import model_name
+    from minifloat.engine import EngineOptions
     from minifloat.serve.server.settings import read_api_keys, read_template
     from minifloat.serve.server.start import serve_checkpoint
 
@@ -173,8 +170,8 @@ def _serve_here(model: str, values: dict[str, Any]) -> None:
     serve_checkpoint(
         model,
         settings,
-        prefix_cache=not values["no_prefix_cache"],
-        **{name: values[name] for name in _ENGINE_OPTIONS},
+        EngineOptions(prefix_cache=not values["no_prefix_cache"], **{name: values[name] for name in _ENGINE_OPTIONS}),
+        revision=values["revision"],
     )
 
 

@@ -1,31 +1,46 @@
-"""The embedded engine: many requests decoded together, one step after the other.
+"""The embedded engine: many requests decoded together, one step after the other. Begin reading at `Engine.step`.
 
-`Engine.step` is the whole of it: the scheduler says which tokens of which sequences are computed, the runner computes
-them, the sampler takes the next token of each, and what is new is delivered. One file per noun.
+The scheduler says which tokens of which sequences are computed, the runner computes them, the sampler takes the next
+token of each, and what is new is delivered. Names are resolved on first use: `EngineOptions` needs no torch.
 """
 
-from minifloat.engine.async_engine import AsyncEngine, RequestStream
-from minifloat.engine.engine import Engine
-from minifloat.engine.grammar import Grammar
-from minifloat.engine.info import ModelInfo
-from minifloat.engine.listener import EngineListener, StepStats
-from minifloat.engine.sampling import MODEL_DEFAULTS, SamplingParams, TokenLogprob
-from minifloat.engine.sequence import Delivery, GeneratedText, Request, Timings, TokenUsage
+from __future__ import annotations
 
-__all__ = [
-    "MODEL_DEFAULTS",
-    "AsyncEngine",
-    "GeneratedText",
-    "Delivery",
-    "Engine",
-    "Grammar",
-    "ModelInfo",
-    "EngineListener",
-    "Request",
-    "RequestStream",
-    "SamplingParams",
-    "StepStats",
-    "Timings",
-    "TokenLogprob",
-    "TokenUsage",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minifloat.engine.async_engine import AsyncEngine as AsyncEngine
+    from minifloat.engine.async_engine import RequestStream as RequestStream
+    from minifloat.engine.engine import Engine as Engine
+    from minifloat.engine.grammar import Grammar as Grammar
+    from minifloat.engine.info import ModelInfo as ModelInfo
+    from minifloat.engine.listener import EngineListener as EngineListener
+    from minifloat.engine.listener import StepStats as StepStats
+    from minifloat.engine.options import EngineOptions as EngineOptions
+    from minifloat.engine.sampling import MODEL_DEFAULTS as MODEL_DEFAULTS
+    from minifloat.engine.sampling import SamplingParams as SamplingParams
+    from minifloat.engine.sampling import TokenLogprob as TokenLogprob
+    from minifloat.engine.sequence import Delivery as Delivery
+    from minifloat.engine.sequence import GeneratedText as GeneratedText
+    from minifloat.engine.sequence import Request as Request
+    from minifloat.engine.sequence import Timings as Timings
+    from minifloat.engine.sequence import TokenUsage as TokenUsage
+
+_MODULES = {
+    "async_engine": ("AsyncEngine", "RequestStream"),
+    "engine": ("Engine",),
+    "grammar": ("Grammar",),
+    "info": ("ModelInfo",),
+    "listener": ("EngineListener", "StepStats"),
+    "options": ("EngineOptions",),
+    "sampling": ("MODEL_DEFAULTS", "SamplingParams", "TokenLogprob"),
+    "sequence": ("Delivery", "GeneratedText", "Request", "Timings", "TokenUsage"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -15,8 +15,9 @@ import os
 import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Sequences
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
 
 from minifloat.checkpoint.hub import model_folder
 from minifloat.engine.cache import BlockPool
@@ -26,7 +27,7 @@ from minifloat.engine.device.runner import DeviceRunner
 from minifloat.engine.grammar import Grammar, Grammars, GrammarState
 from minifloat.engine.listener import EngineListener, Reporter
 from minifloat.engine.opening import open_model, read_decoder, sampling_defaults
-from minifloat.engine.options import DRAFT_TOKENS, EngineOptions
+from minifloat.engine.options import EngineOptions
 from minifloat.engine.sampling import (
     Logits,
     NonFiniteLogits,
@@ -39,6 +40,7 @@ from minifloat.engine.sampling import (
 )
 from minifloat.engine.scheduler import Scheduler, WorkItem
 from minifloat.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
+from minifloat.engine.sizing import tokens_of_a_step
 from minifloat.engine.speculation import Speculator
 from minifloat.engine.speculation.opening import open_drafter
 from minifloat.engine.speculation.verify import Choices
@@ -64,8 +66,6 @@ _PROMPT_TOKENS_BESIDE = 40
 _PROMPT_TOKENS_BESIDE_ON_GPU = 256
 #: Seconds that a step waits if all its sequences wait for their grammars.
 _IDLE_SECONDS = 0.02
-#: Default of `max_num_batched_tokens`.
-_STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
 
 
 class Engine:
@@ -73,36 +73,11 @@ class Engine:
 
     Args:
         path: A folder or a model of the hub, quantized or not. Quantized inputs that it declares are left out.
-        dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
-        device: "cpu", "cuda" or "cuda:N".
-        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB and the states, on a GPU
-            most of what the weights leave free.
-        kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
-        max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
-        max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit (`info`).
-        max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
-        lm_head: Output layer: "auto" is FP8 per channel beside weights that `minifloat quantize` rounded to the nearest
-            codes of MXFP4, else as it is stored; "bf16" is as it is stored; "fp8" is FP8, unless it is stored
-            quantized.
-        activations: "int8" allows the CPU's kernels to round inputs of quantized weights to int8, which is faster for
-            prompts and batches. "fp8" lets a GPU multiply prompts and large batches in FP8, with a second copy of the
-            weights. "bf16" does neither. "auto" is "fp8" on a GPU where the checkpoint declares quantized inputs.
-        packed_cache: A folder, which only the user can write to: the native decoder keeps packed weights there, and
-            the next engine for the same checkpoint maps them. None: weights are packed each time.
-        prefix_cache: Share the keys and values of equal beginnings of prompts, and copies of states there.
-        runner: "auto", "native", "device" or "transformers".
-        impl: Implementation of the kernels, as in `minifloat.model.runtime.load.load`.
-        observer: Receives reports of steps, tokens and requests.
+        options: How the model is opened and run; None: the defaults.
         revision: Revision of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
         tokenizer: The tokenizer to use; None: that of the folder.
         checkpoint: The open checkpoint of `path`; None: it is opened here.
-        speculate: Propose tokens that one step verifies together: "self" (a copy of the model in MXFP4), "prompt" (what
-            followed the same tokens before) or "draft"; None: no.
-        draft: Folder or model of the hub that drafts; its tokenizer is that of the model.
-        draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
-        deterministic: The same bits of logits for a sequence whatever else runs: other requests, chunks of prompts,
-            prefixes from the cache, drafts, threads. Greedy answers, and sampled ones with a seed, then depend on the
-            request and the instruction set alone. Only the native decoder of the CPU has it; it costs some speed.
+        observer: Receives reports of steps, tokens and requests.
 
     Attributes:
         info: Name, formats and sizes of the model.
@@ -120,60 +95,22 @@ class Engine:
     def __init__(
         self,
         path: str | os.PathLike[str],
+        options: EngineOptions | None = None,
         *,
-        dtype: str | None = None,
-        device: str = "cpu",
-        kv_cache_memory: int | None = None,
-        kv_cache_dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        lm_head: str = "auto",
-        activations: str = "auto",
-        packed_cache: str | os.PathLike[str] | None = None,
-        prefix_cache: bool = True,
-        runner: str = "auto",
-        impl: str = "auto",
-        observer: EngineListener | None = None,
         revision: str | None = None,
         tokenizer: TextTokenizer | None = None,
         checkpoint: Checkpoint | None = None,
-        speculate: str | None = None,
-        draft: str | None = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        deterministic: bool = False,
+        observer: EngineListener | None = None,
     ) -> None:
-        options = EngineOptions(
-            dtype=dtype,
-            kv_cache_memory=kv_cache_memory,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            prefix_cache=prefix_cache,
-            lm_head=lm_head,
-            activations=activations,
-            packed_cache=None if packed_cache is None else Path(packed_cache),
-            runner=runner,
-            impl=impl,
-            device=device,
-            speculate=speculate,
-            draft=draft,
-            draft_tokens=draft_tokens,
-            deterministic=deterministic,
-        )
+        options = options or EngineOptions()
         self._device = device_named(options.device)
         on_cpu = self._device.type == "cpu"
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = _STEP_TOKENS if on_cpu else _STEP_TOKENS_ON_GPU
-        if max_num_batched_tokens <= max_num_seqs:
-            raise UsageError(
-                f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
-            )
+        step_tokens = tokens_of_a_step(options, self._device)
         folder = model_folder(path, revision=revision)
         self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
             opened = open_model(folder, options, checkpoint)
-            read_draft = functools.partial(read_decoder, options=options, dtype=opened.info.dtype)
+            read_draft = functools.partial(read_decoder, options=options, dtype=getattr(torch, opened.info.dtype))
             drafter = open_drafter(options, opened.runner, self.tokenizer, read_draft)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = sampling_defaults(opened.generation_config)
@@ -185,7 +122,7 @@ class Engine:
         if self._end_tokens != ends:
             _LOG.warning("no answer ends with the tokens %s: the model has %d", sorted(ends - self._end_tokens), vocab)
         self._grammars = Grammars(self.tokenizer, vocab, sorted(self._end_tokens))
-        if not prefix_cache:
+        if not options.prefix_cache:
             self.info = dataclasses.replace(self.info, reason_no_prefix_cache="it is switched off")
         elif self._runner.name != "transformers" and self.info.reason_no_prefix_cache:
             _LOG.warning("no prefix cache: %s", self.info.reason_no_prefix_cache)
@@ -193,7 +130,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=self.info.max_num_seqs,
-            max_tokens=max_num_batched_tokens,
+            max_tokens=step_tokens,
             max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if on_cpu else _PROMPT_TOKENS_BESIDE_ON_GPU,
             preempted=self._release,
             snapshots=self._runner.snapshots,
@@ -201,7 +138,9 @@ class Engine:
         self.speculator: Speculator | None = None
         if drafter is not None:
             weight_bytes = self._runner.weight_bytes
-            self.speculator = Speculator(drafter, self._scheduler.room, longest=draft_tokens, weight_bytes=weight_bytes)
+            self.speculator = Speculator(
+                drafter, self._scheduler.room, longest=options.draft_tokens, weight_bytes=weight_bytes
+            )
             self.info = dataclasses.replace(self.info, speculation=drafter.name, draft_bytes=drafter.memory)
         self._sequences: dict[str, Sequence] = {}
         #: Sequences that wait for their grammars, with the logits of the next token; None: there is room for no more.

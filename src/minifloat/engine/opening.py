@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from minifloat.engine.blueprint import Blueprint, blueprint_of, why_not_supporte
 from minifloat.engine.device import DeviceRunner, build_device_decoder, fp8_inputs
 from minifloat.engine.info import ModelInfo
 from minifloat.engine.native import NativeRunner, build_native_decoder
-from minifloat.engine.options import DTYPES, KV_DTYPES, EngineOptions
+from minifloat.engine.options import EngineOptions
 from minifloat.engine.runner import Runner
 from minifloat.engine.sampling import MODEL_DEFAULTS
 from minifloat.engine.sizing import CacheSize, cache_size, sequence_length
@@ -45,7 +45,6 @@ from minifloat.model.runtime.inputs import W8A8
 from minifloat.model.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
-from minifloat.model.runtime.packed_cache import PackedCache
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.formats import E4M3
@@ -103,8 +102,6 @@ def open_model(
         size = size_text(inspection.nbytes)
         _LOG.info("loading %s: %s in %d file(s), to %s", folder.name, size, inspection.shards, device)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
-        if options.packed_cache is not None and (loaded is None or loaded.runner.name != "native"):
-            _LOG.warning("packed_cache is not used: only the native decoder of the CPU maps packed weights")
         if options.deterministic and loaded is None:
             raise UsageError(f"deterministic: the native decoder of the CPU does not run this model: {reason}")
         if loaded is None:
@@ -157,7 +154,7 @@ def _load_decoder(
         return None, "the transformers runner was asked for"
     config = _config(checkpoint)
     tensors = StoredTensors(checkpoint, description)
-    dtype = options.torch_dtype or tensors.dtype()
+    dtype = _dtype(options) or tensors.dtype()
     on_device = options.runner == "device" or device.type == "cuda"
     load = _load_device if on_device else _load_native
     try:
@@ -170,12 +167,12 @@ def _load_decoder(
     return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
 
 
-def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> Decoder:
+def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: torch.dtype) -> Decoder:
     """Read a checkpoint into the decoder of the CPU, as a draft model for another."""
     tensors = StoredTensors(checkpoint, describe(checkpoint))
     try:
         config, cpu = _config(checkpoint), torch.device("cpu")
-        blueprint, weights = _structure(config, tensors, DTYPES[dtype], cpu, options.max_model_len)
+        blueprint, weights = _structure(config, tensors, dtype, cpu, options.max_model_len)
         return build_native_decoder(blueprint, weights, {}, impl=options.impl)
     except NotNative as error:
         raise UsageError(f"draft: the native decoder does not run {checkpoint.path}: {error}") from error
@@ -246,30 +243,21 @@ def _load_native(
     """Load the decoder of the CPU."""
     element, scales = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
-    with _packed_cache(tensors.checkpoint, options) as cache:
-        decoder = build_native_decoder(
-            blueprint,
-            weights,
-            scales,
-            impl=options.impl,
-            lm_head=head,
-            int8_inputs=options.activations == "int8",
-            batch_invariant=options.deterministic,
-            cache=cache,
-        )
+    decoder = build_native_decoder(
+        blueprint,
+        weights,
+        scales,
+        impl=options.impl,
+        lm_head=head,
+        int8_inputs=options.activations == "int8",
+        batch_invariant=options.deterministic,
+    )
     per_block = KVCache.bytes_per_block(decoder.cache_shapes, element)
     state_bytes = decoder.state_floats * torch.float32.itemsize
     size = cache_size(options, blueprint.config, per_block, device, state_bytes)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
     runner = NativeRunner(decoder, size.blocks, element, options.impl, slots=size.slots, snapshots=size.copies)
     return runner, size, name
-
-
-def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:
-    """Return the cache of packed weights that the options ask for."""
-    if options.packed_cache is None:
-        return nullcontext()
-    return PackedCache(options.packed_cache, checkpoint, dtype=options.dtype, lm_head=options.lm_head)
 
 
 def _load_device(
@@ -321,11 +309,10 @@ def _load_transformers(
     from minifloat.engine.transformers_runner import TransformersRunner
     from minifloat.model.runtime.load import load_opened
 
-    dtype = options.torch_dtype
     model = load_opened(
         checkpoint,
         description,
-        dtype=dtype,
+        dtype=_dtype(options),
         device=device,
         weight_only=True,
         impl=options.impl,
@@ -343,6 +330,12 @@ def _load_transformers(
     return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size, lm_head_of(model))
 
 
+def _dtype(options: EngineOptions) -> torch.dtype | None:
+    """Return the dtype of the activations; None: that of the checkpoint."""
+    dtype: torch.dtype | None = None if options.dtype is None else getattr(torch, options.dtype)
+    return dtype
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -355,7 +348,7 @@ def _kv_cache(
     granularities: Collection[Granularity],
 ) -> tuple[str, Mapping[str, _Scales]]:
     """Return the element of the KV cache, and its scales by names of the plan's modules where the element is E4M3."""
-    element = KV_DTYPES[options.kv_cache_dtype]
+    element = {"auto": None, "fp8": E4M3.name}.get(options.kv_cache_dtype, options.kv_cache_dtype)
     declared = tensors.description.kv
     is_declared = declared is not None and declared.element is E4M3 and declared.granularity in granularities
     if element != E4M3.name and not (element is None and is_declared):

@@ -1,101 +1,75 @@
-"""The options of an engine that say how a model is opened."""
+"""`EngineOptions`: every option of an engine with its default. Imports no torch, so that commands can list them."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict
-
-import torch
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minifloat.errors import UnknownNameError, UsageError
-from minifloat.model.runtime.activations import ENGINE_ACTIVATIONS
-from minifloat.model.runtime.lm_head import LM_HEADS
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-#: `kv_cache_dtype` -> the element of the cache; "auto" follows the checkpoint, then the dtype of the model.
-KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "E4M3", "float32": "float32"}
-#: What can propose tokens.
-SPECULATIONS = ("self", "prompt", "draft")
-#: Default of `draft_tokens`: with one sequence, a step of one token and seven drafts reads the weights once.
-DRAFT_TOKENS = 7
-_RUNNERS = ("auto", "native", "device", "transformers")
-
-
-class EngineKeywords(TypedDict, total=False):
-    """Keyword arguments of `minifloat.engine.Engine`, for functions that make one."""
-
-    dtype: str | None
-    device: str
-    kv_cache_memory: int | None
-    kv_cache_dtype: str
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int | None
-    lm_head: str
-    activations: str
-    packed_cache: str | os.PathLike[str] | None
-    prefix_cache: bool
-    runner: str
-    impl: str
-    revision: str | None
-    speculate: str | None
-    draft: str | None
-    draft_tokens: int
-    deterministic: bool
+_AT_LEAST_ONE = ("kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "draft_tokens")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is opened.
+    """How an engine opens a model and runs it.
 
     Attributes:
-        dtype: Dtype of the activations, a name in `DTYPES`; None: that of the checkpoint.
-        kv_cache_memory: Bytes of the KV cache; None: chosen from the memory that is available.
-        max_model_len: Tokens of the longest sequence; None: what model and cache hold.
-        packed_cache: Folder of packed weights, which the native decoder maps or writes; None: it packs.
-        speculate: "self" drafts tokens by a copy of the model in MXFP4, "prompt" by what followed the same tokens
-            before, "draft" by the checkpoint `draft`; None: no drafts.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: Dtype of the activations; None: that of config.json.
+        max_model_len: Tokens of the longest sequence, prompt and answer; None: what model and cache hold.
+        max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit.
+        max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
+        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB and the states, on a GPU
+            most of what the weights leave free.
+        kv_cache_dtype: Dtype of the KV cache. auto: FP8 where the checkpoint has scales for it, else that of the
+            activations.
+        lm_head: Output layer. auto: FP8 per channel beside weights that minifloat rounded to the nearest codes of
+            MXFP4, else as it is stored; bf16: as it is stored; fp8: FP8 unless it is stored quantized.
+        activations: Inputs of linears, for prompts and batches. int8 (CPU), fp8 (GPU, with a second copy of the
+            weights): rounded, faster, less exact; auto: fp8 on a GPU where the checkpoint declares it, else bf16.
+        prefix_cache: Share the keys and values of equal beginnings of prompts, and copies of states there.
+        speculate: Draft tokens that one step verifies together, by the model's own copy in MXFP4 (self), by what
+            followed the same tokens before (prompt) or by another model (draft); None: no, or draft with `draft`.
+        draft: A smaller model that drafts, of the same tokenizer: a folder or a model of the hub.
+        draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
+        deterministic: The same bits whatever else runs: batch, chunks, prefixes from the cache, drafts, threads. Only
+            the native decoder of the CPU has it; it costs some speed.
+        runner: Code that computes; auto: the decoder of the device where it covers the model, else transformers'.
+        impl: Implementation of the kernels, as in `minifloat.load`.
     """
 
-    dtype: str | None = None
-    kv_cache_memory: int | None = None
-    kv_cache_dtype: str = "auto"
+    device: str = "cpu"
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "float32"] = "auto"
+    lm_head: Literal["auto", "bf16", "fp8"] = "auto"
+    activations: Literal["auto", "bf16", "int8", "fp8"] = "auto"
     prefix_cache: bool = True
-    lm_head: str = "auto"
-    activations: str = "auto"
-    packed_cache: Path | None = None
-    runner: str = "auto"
-    impl: str = "auto"
-    device: str = "cpu"
-    speculate: str | None = None
+    speculate: Literal["self", "prompt", "draft"] | None = None
     draft: str | None = None
-    draft_tokens: int = DRAFT_TOKENS
+    draft_tokens: int = 7  # with one sequence, a step of one token and seven drafts reads the weights once
     deterministic: bool = False
+    runner: Literal["auto", "native", "device", "transformers"] = "auto"
+    impl: str = "auto"
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.speculate not in (None, "draft"):
             raise UsageError(f"draft: goes with speculate='draft', not with {self.speculate!r}")
         if self.speculate == "draft" and self.draft is None:
             raise UsageError("speculate: 'draft' needs the folder of a draft model (draft)")
-        for kind, name, table in (
-            ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
-            ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
-            ("lm_head", self.lm_head, LM_HEADS),
-            ("activations", self.activations, ENGINE_ACTIVATIONS),
-            ("runner", self.runner, _RUNNERS),
-            ("speculate", self.speculate or "self", SPECULATIONS),
-        ):
-            if name not in table:
-                raise UnknownNameError(kind, name, table)
-        for field in ("kv_cache_memory", "max_model_len", "max_num_seqs", "draft_tokens"):
-            value = getattr(self, field)
+        for name, hint in get_type_hints(EngineOptions).items():
+            choices, value = tuple(_choices(hint)), getattr(self, name)
+            if choices and value is not None and value not in choices:
+                raise UnknownNameError(name, value, choices)
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{field}: expected at least 1, got {value}")
-
+                raise UsageError(f"{name}: expected at least 1, got {value}")
         if self.deterministic:
             self._check_deterministic()
 
@@ -115,7 +89,11 @@ class EngineOptions:
                 "deterministic: excludes activations int8, which rounds inputs only where a step has many rows"
             )
 
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """The dtype of the activations; None: that of the checkpoint."""
-        return None if self.dtype is None else DTYPES[self.dtype]
+
+def _choices(hint: Any) -> Iterator[Any]:
+    """Yield the values of the `Literal` in a type."""
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+        return
+    for part in get_args(hint):
+        yield from _choices(part)

@@ -24,6 +24,8 @@ _KV_BYTES = 1 << 30
 _KV_SHARE = 0.25
 #: Most copies of states, which equal beginnings of prompts need, and their share of all states.
 _COPIES, _COPIES_SHARE = 16, 0.25
+#: Default of `max_num_batched_tokens`.
+_STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
 #: Share of the memory of a GPU that the weights leave; the rest is for the steps themselves.
 _GPU_SHARE = 0.85
 
@@ -37,6 +39,16 @@ class CacheSize:
     max_model_len: int
     slots: int
     copies: int = 0
+
+
+def tokens_of_a_step(options: EngineOptions, device: torch.device) -> int:
+    """Return the most tokens that one step computes."""
+    tokens = options.max_num_batched_tokens or (_STEP_TOKENS if device.type == "cpu" else _STEP_TOKENS_ON_GPU)
+    if tokens <= options.max_num_seqs:
+        raise UsageError(
+            f"max_num_batched_tokens: expected more than max_num_seqs, {options.max_num_seqs}; got {tokens}"
+        )
+    return tokens
 
 
 def sequence_length(options: EngineOptions, config: Any) -> int:

@@ -17,7 +17,7 @@ from minifloat.errors import MinifloatError, UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from minifloat.engine import Engine, SamplingParams
+    from minifloat.engine import Engine, EngineOptions, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ def open_text_model(
     weight_only: bool = False,
     lm_head: str = "auto",
     activations: str = "bf16",
-    packed_cache: Path | None = None,
     deterministic: bool = False,
 ) -> Engine | PreTrainedModel:
     """Return an engine on the native decoder, or transformers' model where the decoder would compute something else."""
@@ -45,14 +44,15 @@ def open_text_model(
             try:
                 return Engine(
                     folder,
-                    runner="native",
-                    lm_head=lm_head,
-                    activations=activations,
-                    max_num_seqs=1,
-                    packed_cache=packed_cache,
-                    prefix_cache=False,
+                    EngineOptions(
+                        runner="native",
+                        lm_head=lm_head,  # type: ignore[arg-type]  # checked by EngineOptions
+                        activations=activations,  # type: ignore[arg-type]
+                        max_num_seqs=1,
+                        prefix_cache=False,
+                        deterministic=deterministic,
+                    ),
                     checkpoint=checkpoint,
-                    deterministic=deterministic,
                 )
             except UsageError as error:
                 if deterministic:

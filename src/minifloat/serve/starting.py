@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 #: How long Python lets one thread run while another waits: short, because a thread that packs weights needs Python for
 #: microseconds only, after each weight.
@@ -20,27 +18,15 @@ _SWITCH_SECONDS = 0.0005
 
 
 @contextmanager
-def starting(
-    model: str | os.PathLike[str],
-    device: str = "cpu",
-    *,
-    packed_cache: Path | None = None,
-    dtype: str | None = None,
-    lm_head: str = "auto",
-) -> Iterator[None]:
+def starting() -> Iterator[None]:
     """Within the context, which imports torch and opens a model, start faster.
 
-    Another thread verifies the packed weights that are kept on disk.
     Python does not search for garbage, because imports make hundreds of thousands of objects that stay. Afterwards it
     leaves these objects out of its searches.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        if device == "cpu" and packed_cache is not None:
-            from minifloat.model.runtime import packed_cache as packed
-
-            packed.begin(packed_cache, Path(model), dtype=dtype, lm_head=lm_head)
         yield
     finally:
         gc.freeze()

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from minifloat.commands.main import main
-from minifloat.engine import Engine, SamplingParams, StepStats, Timings, TokenUsage
+from minifloat.engine import Engine, EngineOptions, SamplingParams, StepStats, Timings, TokenUsage
 from minifloat.engine.device import transfer
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
@@ -45,7 +45,9 @@ def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParam
 
 
 def on_device(folder: Path, device: str, **options: Any) -> Engine:
-    engine = Engine(folder, **{"dtype": "float32", "runner": "device", "device": device, "max_num_seqs": 9} | options)
+    engine = Engine(
+        folder, EngineOptions(**{"dtype": "float32", "runner": "device", "device": device, "max_num_seqs": 9} | options)
+    )
     assert engine.info.runner == "device"
     assert engine.info.device.startswith(device)
     return engine
@@ -56,7 +58,7 @@ def model(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factor
     """A folder, prompts, and what the CPU's engine makes of them."""
     folder = make_model(tmp_path_factory.mktemp(request.param), request.param, **DENSE[request.param])
     prompts = prompts_of(17)
-    return folder, prompts, tokens(Engine(folder, dtype="float32"), prompts)
+    return folder, prompts, tokens(Engine(folder, EngineOptions(dtype="float32")), prompts)
 
 
 @devices
@@ -94,7 +96,7 @@ class Counter:
 @devices
 def test_tokens_are_the_same_with_preemptions_and_shared_prefixes(model: Any, device: str) -> None:
     folder, prompts, answers = model
-    memory = Engine(folder, dtype="float32", runner="device").info.kv_bytes_per_token * 16 * 9
+    memory = Engine(folder, EngineOptions(dtype="float32", runner="device")).info.kv_bytes_per_token * 16 * 9
     counter = Counter()
     engine = on_device(folder, device, kv_cache_memory=memory, max_model_len=100, observer=counter)
     assert tokens(engine, prompts) == answers
@@ -115,7 +117,7 @@ def test_quantized_models_make_the_tokens_of_the_cpu_engine(
     prompts = prompts_of(5)
     engine = on_device(tmp_path / "out", device)
     assert engine.info.scheme.startswith(scheme)
-    assert tokens(engine, prompts) == tokens(Engine(tmp_path / "out", dtype="float32"), prompts)
+    assert tokens(engine, prompts) == tokens(Engine(tmp_path / "out", EngineOptions(dtype="float32")), prompts)
     reference = on_device(tmp_path / "out", device, impl="reference")
     assert tokens(reference, prompts) == tokens(engine, prompts)
 
@@ -150,11 +152,11 @@ def with_kv_scales(folder: Path, out: Path, heads: int | None) -> Path:
 def test_an_fp8_cache_makes_the_tokens_of_the_cpu_engine(device: str, llama_folder: Path, tmp_path: Path) -> None:
     folder = with_kv_scales(llama_folder, tmp_path / "scales", None)
     engine, prompts = on_device(folder, device), prompts_of(9)
-    native = Engine(folder, dtype="float32")
+    native = Engine(folder, EngineOptions(dtype="float32"))
     assert engine.info.kv_element == native.info.kv_element == "E4M3"
     assert engine.info.kv_bytes_per_token < on_device(llama_folder, device).info.kv_bytes_per_token
     assert tokens(engine, prompts) == tokens(native, prompts)
-    assert tokens(engine, prompts) != tokens(Engine(llama_folder, dtype="float32"), prompts)
+    assert tokens(engine, prompts) != tokens(Engine(llama_folder, EngineOptions(dtype="float32")), prompts)
 
 
 @devices
@@ -163,7 +165,7 @@ def test_the_scales_of_an_fp8_cache_may_be_those_of_heads(device: str, llama_fol
     assert engine.info.kv_element == "E4M3"
     scales = engine._runner._cache.scales  # type: ignore[attr-defined]
     assert len(scales.unique()) == scales.numel() == 8
-    plain = tokens(Engine(llama_folder, dtype="float32"), prompts_of(9))
+    plain = tokens(Engine(llama_folder, EngineOptions(dtype="float32")), prompts_of(9))
     assert tokens(engine, prompts_of(9))[0][:2] == plain[0][:2]  # near it
 
 
@@ -234,7 +236,7 @@ def test_a_step_waits_for_the_device_once(device: str, llama_folder: Path, monke
 @devices
 def test_seeded_draws_are_those_of_the_cpu_engine(device: str, llama_folder: Path) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
-    native = tokens(Engine(llama_folder, dtype="float32"), prompts_of(6), params)
+    native = tokens(Engine(llama_folder, EngineOptions(dtype="float32")), prompts_of(6), params)
     assert tokens(on_device(llama_folder, device), prompts_of(6), params) == native
 
 
@@ -276,21 +278,21 @@ def test_mixtures_of_experts_are_run_by_transformers_with_a_reason(
 ) -> None:
     folder = make_mixtral(tmp_path / "mixtral")
     with pytest.raises(UsageError, match="decoder of GPUs does not have mixtures of experts"):
-        Engine(folder, runner="device", device=device)
+        Engine(folder, EngineOptions(runner="device", device=device))
     if device == "cuda":
-        engine = Engine(folder, dtype="float32", device=device)
+        engine = Engine(folder, EngineOptions(dtype="float32", device=device))
         assert engine.info.runner == "transformers"
         assert "mixtures of experts" in engine.info.reason_not_native
-        assert tokens(engine, prompts_of(3)) == tokens(Engine(folder, dtype="float32"), prompts_of(3))
+        assert tokens(engine, prompts_of(3)) == tokens(Engine(folder, EngineOptions(dtype="float32")), prompts_of(3))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_device_is_refused_in_one_line(llama_folder: Path) -> None:
     with pytest.raises(KernelUnavailable, match=r"device cuda: torch .* sees no NVIDIA GPU here"):
-        Engine(llama_folder, device="cuda")
+        Engine(llama_folder, EngineOptions(device="cuda"))
     for name in ("gpu", "meta", "cuda:x"):
         with pytest.raises(UsageError, match="device: expected cpu, cuda or cuda:N"):
-            Engine(llama_folder, device=name)
+            Engine(llama_folder, EngineOptions(device=name))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -307,4 +309,6 @@ def test_every_command_with_a_device_says_so_in_one_line(command: str, llama_fol
 def test_the_last_linear_may_be_fp8(device: str, llama_folder: Path) -> None:
     plain, fp8 = on_device(llama_folder, device), on_device(llama_folder, device, lm_head="fp8")
     assert fp8.info.step_bytes < plain.info.step_bytes
-    assert tokens(fp8, prompts_of(3)) == tokens(Engine(llama_folder, dtype="float32", lm_head="fp8"), prompts_of(3))
+    assert tokens(fp8, prompts_of(3)) == tokens(
+        Engine(llama_folder, EngineOptions(dtype="float32", lm_head="fp8")), prompts_of(3)
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from native_cases import CASES, config_of, greedy, model_of, write
 
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.model.architecture.decoder import decoder_plan, why_not_on_device
 from minifloat.model.architecture.multimodal import text_of
 
@@ -48,7 +48,7 @@ def test_the_parts_of_plans_say_which_families_it_runs() -> None:
 @pytest.mark.parametrize("name", RUN)
 def test_what_it_does_not_lack_it_runs_exactly(name: str, tmp_path: Path) -> None:
     model, prompts = model_of(name), [list(range(3, 50)), [5, 6, 7]]
-    engine = Engine(write(model, tmp_path / "m"), dtype="float32", runner="device")
+    engine = Engine(write(model, tmp_path / "m"), EngineOptions(dtype="float32", runner="device"))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     found = [list(completion.tokens) for completion in engine.generate(prompts, params)]
     assert found == [greedy(model, tokens, 8) for tokens in prompts]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels.linear import scaled_mm
 from minifloat.model.runtime import linear
@@ -30,7 +30,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_engine(folder: Path, activations: str = "auto", **options: Any) -> Engine:
-    return Engine(folder, dtype="float32", runner="device", activations=activations, **options)
+    return Engine(folder, EngineOptions(dtype="float32", runner="device", activations=activations, **options))
 
 
 def scores(engine: Engine) -> Tensor:
@@ -106,7 +106,7 @@ def test_a_model_without_such_weights_says_so(
     with pytest.raises(KernelUnavailable, match="activations fp8: no weight of the model can have inputs in FP8"):
         open_engine(tmp_path / "mxfp4", "fp8")
     with pytest.raises(UsageError, match="activations fp8: only GPUs multiply in FP8, and the model goes to cpu"):
-        Engine(dynamic, activations="fp8")
+        Engine(dynamic, EngineOptions(activations="fp8"))
     monkeypatch.setattr(scaled_mm, "why_not", lambda *_: "compute capability 8.0")
     with caplog.at_level(logging.WARNING, "minifloat"):
         assert open_engine(dynamic).info.activations == "float32"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat.engine import Delivery, Engine, Request, SamplingParams
+from minifloat.engine import Delivery, Engine, EngineOptions, Request, SamplingParams
 from minifloat.engine.device import DeviceRunner
 
 devices = pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_arrivals_ends_and_cancellations_give_the_tokens_of_the_cpu_engine(
         return run_ahead(*arguments)
 
     monkeypatch.setattr(DeviceRunner, "run_ahead", counted)
-    found = results(Engine(llama_folder, device=device, runner="device", **OPTIONS), seed, "7")
+    found = results(Engine(llama_folder, EngineOptions(device=device, runner="device", **OPTIONS)), seed, "7")
     assert ahead > 20
-    assert found == results(Engine(llama_folder, **OPTIONS), seed, "7")
+    assert found == results(Engine(llama_folder, EngineOptions(**OPTIONS)), seed, "7")
 
 
 @devices
@@ -80,8 +80,8 @@ def test_a_step_that_fails_to_begin_is_computed_later(
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [[1, 2, 3], [4, 5]]
-    expected = [each.tokens for each in Engine(llama_folder, **OPTIONS).generate(prompts, params)]
-    engine = Engine(llama_folder, device=device, runner="device", **OPTIONS)
+    expected = [each.tokens for each in Engine(llama_folder, EngineOptions(**OPTIONS)).generate(prompts, params)]
+    engine = Engine(llama_folder, EngineOptions(device=device, runner="device", **OPTIONS))
 
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("injected")
@@ -96,9 +96,9 @@ def test_a_next_step_takes_no_block_of_others_and_preempts_none(device: str, lla
     """The cache holds less than the sequences need, so that next steps find no block, and sequences are preempted."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[index + 1] * 10 for index in range(5)]
-    expected = [each.tokens for each in Engine(llama_folder, **OPTIONS).generate(prompts, params)]
-    memory = Engine(llama_folder, runner="device", **OPTIONS).info.kv_bytes_per_token * 16 * 9
-    engine = Engine(llama_folder, device=device, runner="device", kv_cache_memory=memory, **OPTIONS)
+    expected = [each.tokens for each in Engine(llama_folder, EngineOptions(**OPTIONS)).generate(prompts, params)]
+    memory = Engine(llama_folder, EngineOptions(runner="device", **OPTIONS)).info.kv_bytes_per_token * 16 * 9
+    engine = Engine(llama_folder, EngineOptions(device=device, runner="device", kv_cache_memory=memory, **OPTIONS))
     assert engine.info.kv_blocks < 5 * 4
     assert [each.tokens for each in engine.generate(prompts, params)] == expected
     assert engine._scheduler.preemptions > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.engine import Engine, Grammar, SamplingParams
+from minifloat.engine import Engine, EngineOptions, Grammar, SamplingParams
 from minifloat.engine.speculation import SpeculationStats
 from minifloat.engine.speculation import opening as speculation_opening
 from minifloat.engine.speculation import speculator as speculator_module
@@ -37,7 +37,7 @@ DRAWS = {
 
 def engine_of(model: Path = STORIES, **options: Any) -> Engine:
     """An engine that always proposes as many drafts as it may, so that a test does not depend on times."""
-    engine = Engine(model, dtype="float32", **{"max_model_len": 256} | options)
+    engine = Engine(model, EngineOptions(dtype="float32", **{"max_model_len": 256} | options))
     if engine.speculator is not None:
         engine.speculator._fixed = True
     return engine
@@ -227,29 +227,29 @@ def test_a_draft_model_with_an_fp8_cache_uses_the_scales_of_the_model(tmp_path: 
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Engine(STORIES, dtype="float32", **options)
+        Engine(STORIES, EngineOptions(dtype="float32", **options))
 
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="speculate"):
-        Engine(STORIES, speculate="magic")
+        Engine(STORIES, EngineOptions(speculate="magic"))
 
 
 def test_a_model_of_four_bits_has_no_cheaper_copy(mxfp4: Path) -> None:
     with pytest.raises(UsageError, match="four bits already"):
-        Engine(mxfp4, speculate="self")
+        Engine(mxfp4, EngineOptions(speculate="self"))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, make_llama: Any) -> None:
     with pytest.raises(UsageError, match="another vocabulary than the model"):
-        Engine(STORIES, draft=str(make_llama(tmp_path / "other")))
+        Engine(STORIES, EngineOptions(draft=str(make_llama(tmp_path / "other"))))
 
 
 def test_a_model_or_draft_that_is_no_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         Engine(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="no such folder"):
-        Engine(STORIES, dtype="float32", draft=str(tmp_path / "missing"))
+        Engine(STORIES, EngineOptions(dtype="float32", draft=str(tmp_path / "missing")))
 
 
 def test_a_draft_that_the_decoder_does_not_run_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_draft_that_the_decoder_does_not_run_is_refused_with_the_reason(tmp_pa
     config.pop("rope_parameters", None)
     path.write_text(json.dumps(config))
     with pytest.raises(UsageError, match=r"draft: the native decoder does not run .*dynamic"):
-        Engine(STORIES, dtype="float32", draft=str(tmp_path / "draft"))
+        Engine(STORIES, EngineOptions(dtype="float32", draft=str(tmp_path / "draft")))
 
 
 def test_a_draft_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 
-from minifloat import Checkpoint, Engine, SamplingParams, quantize_checkpoint
+from minifloat import Checkpoint, Engine, EngineOptions, SamplingParams, quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import DestinationError, MinifloatError, UnknownNameError
 from minifloat.evaluate.bench import GainsReport, bench_checkpoint, shapes
@@ -157,7 +157,7 @@ def test_an_unknown_shape_is_refused_with_the_known_shapes() -> None:
 def test_a_random_checkpoint_is_one_that_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
     baseline, candidate = shapes.make_pair(tmp_path / "models", "tiny", "mxfp4")
-    engine = Engine(candidate, max_model_len=32)
+    engine = Engine(candidate, EngineOptions(max_model_len=32))
     assert engine.info.runner == "native"
     assert engine.info.scheme == "mxfp4"
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -170,7 +170,7 @@ def test_a_random_checkpoint_is_one_that_the_engine_runs(tmp_path: Path, monkeyp
 
 
 def test_every_token_of_a_random_checkpoint_has_a_text(tmp_path: Path) -> None:
-    engine = Engine(shapes.write_random(tmp_path / "tiny", TINY), max_model_len=16)
+    engine = Engine(shapes.write_random(tmp_path / "tiny", TINY), EngineOptions(max_model_len=16))
     texts = [engine.tokenizer.decode([token]) for token in range(TINY.vocab)]
     assert all(texts)
     assert engine.tokenizer.eos_token_id == engine.config.eos_token_id

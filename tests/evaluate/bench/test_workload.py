@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from engine_clock import EngineClock
 
-from minifloat.engine import Engine, StepStats, Timings, TokenUsage
+from minifloat.engine import Engine, EngineOptions, StepStats, Timings, TokenUsage
 from minifloat.errors import UsageError
 from minifloat.evaluate.bench.workload import BatchTimings, TimingRecorder, Workload, run_batch
 
 
 @pytest.fixture(scope="module")
 def engine(llama_folder: Path) -> Engine:
-    return Engine(llama_folder, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, prefix_cache=False)
+    return Engine(
+        llama_folder, EngineOptions(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, prefix_cache=False)
+    )
 
 
 class CallRecorder(TimingRecorder):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UnknownNameError, UsageError
 from minifloat.kernels.linear import int8_inputs, int8_reference
 from minifloat.model.layouts import describe
@@ -69,13 +69,13 @@ def test_what_contradicts_int8_is_refused_with_the_reason(llama_folder: Path, qu
         allowed(tmp_path / "w8a8", weight_only=False)
     assert allowed(tmp_path / "w8a8", impl="reference")
     with pytest.raises(UsageError, match="the device decoder has no such kernels"):
-        Engine(quantized, runner="device", activations="int8", impl="reference")
+        Engine(quantized, EngineOptions(runner="device", activations="int8", impl="reference"))
 
 
 def test_a_processor_without_kernels_is_named(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_inputs, "why_not", lambda weight=None: "" if weight else "this process uses avx2")
     with pytest.raises(KernelUnavailable, match="activations int8: this process uses avx2"):
-        Engine(quantized, activations="int8")
+        Engine(quantized, EngineOptions(activations="int8"))
     assert allowed(quantized, impl="reference")
 
 
@@ -132,14 +132,15 @@ def test_weights_without_a_kernel_are_named_and_all_of_them_are_an_error(
     with pytest.raises(KernelUnavailable, match="no weight of the model can have inputs in int8: it is a weight"):
         load(quantized, activations="int8")
     with pytest.raises(KernelUnavailable, match="no weight of the model can have inputs in int8: it is a weight"):
-        Engine(quantized, activations="int8")
+        Engine(quantized, EngineOptions(activations="int8"))
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("auto", marks=needs_kernels)])
 def test_the_engine_rounds_as_load_does_and_says_so(impl: str, quantized: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)  # of all rows: one row is never rounded
     engines = [
-        Engine(quantized, dtype="float32", impl=impl, lm_head="bf16", activations=name) for name in ("int8", "bf16")
+        Engine(quantized, EngineOptions(dtype="float32", impl=impl, lm_head="bf16", activations=name))
+        for name in ("int8", "bf16")
     ]
     assert [engine.info.activations for engine in engines] == ["int8", "float32"]
     expected = logits(quantized, impl=impl, activations="int8")[0].log_softmax(-1)

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.model.layouts import describe, read_weight
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.linear import QuantizedLinear
@@ -54,7 +54,9 @@ def test_the_engine_continues_as_the_independent_logits_say(name: str, tmp_path:
     expected = load_file(INTEROP / name / "expected.safetensors")
     prompt = tuple(expected["input_ids"][0].tolist())
     cache = "bfloat16" if "kv" in name else "auto"  # not the FP8 cache that some declare
-    engine = Engine(with_tokenizer(INTEROP / name, tmp_path / "model"), dtype="float32", kv_cache_dtype=cache)
+    engine = Engine(
+        with_tokenizer(INTEROP / name, tmp_path / "model"), EngineOptions(dtype="float32", kv_cache_dtype=cache)
+    )
     (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     likeliest = expected["logits"][-1].topk(2)
     assert likeliest.values[0] - likeliest.values[1] > 0.01, "the fixture does not tell"

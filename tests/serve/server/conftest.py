@@ -8,7 +8,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import Client, running
 
-from minifloat.engine import Engine
+from minifloat.engine import Engine, EngineOptions
 from minifloat.model.runtime.tokenizer import load_tokenizer
 
 #: A minimal chat template, with a control token of the tokenizer.
@@ -47,4 +47,7 @@ def tiny_folder(make_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def tiny(tiny_folder: Path) -> Engine:
     """The real engine, with a model of random weights."""
-    return Engine(tiny_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128)
+    return Engine(
+        tiny_folder,
+        EngineOptions(dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128),
+    )

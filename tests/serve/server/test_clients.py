@@ -22,7 +22,7 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
-from minifloat.engine import Engine, SamplingParams
+from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.serve.client import ChatClient, chat
 from minifloat.serve.connection import ServerError
 from minifloat.serve.server import read_api_keys
@@ -33,7 +33,10 @@ KEY = "a-key-for-tests"
 @pytest.fixture(scope="module")
 def real(tiny_folder: Path) -> Iterator[Client]:
     """A server of the real engine, with an API key."""
-    engine = Engine(tiny_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128)
+    engine = Engine(
+        tiny_folder,
+        EngineOptions(dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128),
+    )
     with running(engine, api_keys=read_api_keys([KEY])) as client:
         yield client
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
-from minifloat.engine import Engine
+from minifloat.engine import Engine, EngineOptions
 
 #: Seconds by which a request may delay the next token of another.
 MOST = 0.1
@@ -24,7 +24,7 @@ ATTEMPTS = 6
 def served(make_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder: Path = make_llama(tmp_path_factory.mktemp("fair") / "m", max_position_embeddings=4096)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    engine = Engine(folder, dtype="float32", kv_cache_memory=32 << 20, max_num_seqs=16)
+    engine = Engine(folder, EngineOptions(dtype="float32", kv_cache_memory=32 << 20, max_num_seqs=16))
     with running(engine) as client:
         client.complete("x", max_tokens=1, response_format={"type": "json_object"})  # starts the process of grammars
         yield client

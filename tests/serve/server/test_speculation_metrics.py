@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minifloat.engine import AsyncEngine, Engine, SamplingParams
+from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
 from minifloat.serve.server.metrics import Metrics
 
 STORIES = Path(__file__).parents[3] / "examples" / "storybook-4m"
@@ -16,7 +16,7 @@ COUNTERS = (
 
 
 def test_counts_of_drafts_are_named_as_in_vllm_and_equal_those_of_the_engine() -> None:
-    engine = Engine(STORIES, dtype="float32", max_model_len=128, speculate="self", draft_tokens=3)
+    engine = Engine(STORIES, EngineOptions(dtype="float32", max_model_len=128, speculate="self", draft_tokens=3))
     assert engine.speculator is not None
     engine.speculator._fixed = True
     metrics = Metrics(AsyncEngine(engine))
@@ -35,6 +35,6 @@ def test_counts_of_drafts_are_named_as_in_vllm_and_equal_those_of_the_engine() -
 
 
 def test_an_engine_without_drafts_has_no_such_metrics() -> None:
-    metrics = Metrics(AsyncEngine(Engine(STORIES, dtype="float32", max_model_len=128)))
+    metrics = Metrics(AsyncEngine(Engine(STORIES, EngineOptions(dtype="float32", max_model_len=128))))
     assert "spec_decode" not in metrics.text().decode()
     assert metrics.recent()["speculation"] is None

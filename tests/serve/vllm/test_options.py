@@ -28,7 +28,6 @@ ONLY_MINIFLOAT = {
     "max_connections",
     "max_num_queued_reqs",
     "max_prompt_characters",
-    "packed_cache",
     "keep_alive_timeout",
     "read_timeout",
     "request_timeout",

@@ -46,11 +46,11 @@ class LayerBuilder:
 
     def inputs(self) -> LayerInputs | None:
         """Return what layers read of a token besides the residual stream, or None."""
-        plan, vocab = self._packed.blueprint.plan.inputs, self._packed.blueprint.plan.lm_head.shape[0]
+        plan = self._packed.blueprint.plan.inputs
         if plan is None:
             return None
         return LayerInputs(
-            table=self._packed.table(plan.table, (vocab, plan.projection.shape[0])),
+            table=self._packed.table(plan.table),
             projection=self._packed.linear(plan.projection),
             norm=self._packed.norm(plan.norm),
             table_factor=rounded(plan.table_factor, self._packed.blueprint.dtype),

@@ -1,14 +1,12 @@
 """`NativeWeights`: the weights of a model in the form that the kernels of the CPU multiply with.
 
-Each weight is packed as soon as it is read, in the format that it is stored in, or as BF16; or it is mapped from a file
-of packed weights.
+Each weight is packed as soon as it is read, in the format that it is stored in, or as BF16.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,8 +14,7 @@ import torch
 from torch import Tensor
 
 from minifloat.engine.blueprint import Blueprint
-from minifloat.engine.native.latent_weights import head_formats, head_weights
-from minifloat.engine.native.mapped_weights import MappedWeights, contents
+from minifloat.engine.native.latent_weights import head_weights
 from minifloat.errors import MinifloatError
 from minifloat.kernels.decoder import Norm
 from minifloat.kernels.moe import PackedExperts
@@ -25,7 +22,6 @@ from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 from minifloat.model.architecture.decoder.plan import LatentPlan, LinearPlan, NormPlan, NotNative
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
-from minifloat.model.runtime.packed_cache import PackedCache
 from minifloat.model.runtime.packing import Packing
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.scheme import WeightSpec
@@ -36,35 +32,16 @@ _Weights = TypeVar("_Weights", FusedWeights, PackedExperts)
 
 
 class NativeWeights:
-    """Packs the weights of a model, one by one, or takes them from a file of packed weights."""
+    """Packs the weights of a model, one by one."""
 
-    def __init__(
-        self, blueprint: Blueprint, weights: WeightSource, packing: Packing, mapped: MappedWeights | None
-    ) -> None:
-        self.blueprint, self.weights = blueprint, weights
-        self._packing, self._mapped = packing, mapped
-        self._made: dict[str, PackedWeight | Tensor] = {}
+    def __init__(self, blueprint: Blueprint, weights: WeightSource, packing: Packing) -> None:
+        self.blueprint, self.weights, self._packing = blueprint, weights, packing
         self._keys_in_bf16: list[str] = []
         self._bytes_in_bf16, self._rounds_keys = 0, False
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Read weights ahead, if they are read at all."""
-        return self.weights.reading_ahead() if self._mapped is None else nullcontext()
-
-    def keep(self, cache: PackedCache) -> None:
-        """Write what was packed to a cache, unless the log would have to say more about it at every start."""
-        if self._packing.packs_all and not self.weights.dequantized:
-            cache.store({name: contents(made) for name, made in self._made.items()})
-        else:
-            _LOG.warning("the packed weights are not kept: the kernels do not multiply all of them as they are stored")
-
-    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def table(self, name: str) -> Tensor:
         """Return an embedding ``[vocab, size]``."""
-        if self._mapped is not None:
-            return self._mapped.tensor(name, shape, self.blueprint.dtype)
-        table = self.weights.tensor(name).contiguous()
-        self._made[name] = table
-        return table
+        return self.weights.tensor(name).contiguous()
 
     def norm(self, plan: NormPlan) -> Norm:
         """Return a norm, in float32 after its weight was rounded to the model's dtype."""
@@ -80,15 +57,10 @@ class NativeWeights:
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
         """Return the last linear."""
         plan = self.blueprint.plan.lm_head
-        spec = None if tied is not None else self.weights.spec(plan.weight)
-
-        def make() -> PackedWeight:
-            weight = self.weights.matrix(plan.weight) if tied is None else tied
-            if quantize is not None and isinstance(weight, Tensor):
-                weight = quantize_lm_head(weight, quantize, tied=tied is not None)
-            return self._pack_stored(weight, plan.name)
-
-        return self._packed(plan.name, spec or quantize, plan.shape, make)
+        weight = self.weights.matrix(plan.weight) if tied is None else tied
+        if quantize is not None and isinstance(weight, Tensor):
+            weight = quantize_lm_head(weight, quantize, tied=tied is not None)
+        return self._pack_stored(weight, plan.name)
 
     def warn(self) -> None:
         """Log the weights that have no packed form, and those that had to be dequantized."""
@@ -105,11 +77,7 @@ class NativeWeights:
 
     def linear(self, plan: LinearPlan) -> PackedWeight:
         """Return the weight of a linear."""
-
-        def make() -> PackedWeight:
-            return self._pack_stored(self.weights.matrix(plan.weight), plan.name)
-
-        return self._packed(plan.name, self.weights.spec(plan.weight), plan.shape, make)
+        return self._pack_stored(self.weights.matrix(plan.weight), plan.name)
 
     def fused(self, plans: Sequence[LinearPlan]) -> FusedWeights:
         """Return the weights of linears with the same input."""
@@ -130,73 +98,26 @@ class NativeWeights:
 
     def stacks(self, fused: str, interleaved: bool = False) -> tuple[PackedExperts, ...]:
         """Return the weights of all experts: one stack, or one for each of the parts that they are stored in."""
-        if self._mapped is not None:
-            experts = [
-                [
-                    self._mapped_weight(self._mapped, f"{fused}.{expert}.{part}", spec, shape, fused)
-                    for part, (spec, shape) in enumerate(parts)
-                ]
-                for expert, parts in enumerate(self.weights.expert_specs(fused))
-            ]
-        else:
-            experts = [
-                [self._pack_stored(_gate_first(matrix) if interleaved else matrix, fused) for matrix in matrices]
-                for matrices in self.weights.experts(fused)
-            ]
-            self._made |= {
-                f"{fused}.{expert}.{part}": weight
-                for expert, parts in enumerate(experts)
-                for part, weight in enumerate(parts)
-            }
+        experts = [
+            [self._pack_stored(_gate_first(matrix) if interleaved else matrix, fused) for matrix in matrices]
+            for matrices in self.weights.experts(fused)
+        ]
         return tuple(grouped(PackedExperts, list(column), fused) for column in zip(*experts, strict=True))
 
     def latent_heads(
         self, plan: LatentPlan, heads: int
     ) -> tuple[list[PackedWeight], list[PackedWeight], Tensor | None]:
         """Return the keys and values of each head, and the factors of queries."""
-        name, (_, rank) = plan.up.name, plan.up.shape
-        formats = head_formats(self.weights.spec(plan.up.weight), plan.plain, plan.value_dim, rank)
-        factors_name = f"{name}.factors"
-        if self._mapped is not None:
-            parts = {"keys": (formats.keys, (rank, plan.plain)), "values": (formats.values, (plan.value_dim, rank))}
-            keys, values = (
-                [self._mapped_weight(self._mapped, f"{name}.{part}.{head}", *kind, name) for head in range(heads)]
-                for part, kind in parts.items()
-            )
-            shape = (heads, plan.plain)
-            factors = self._mapped.tensor(factors_name, shape, torch.float32) if formats.has_factors else None
-            return keys, values, factors
+        name = plan.up.name
         divided = head_weights(self.weights.matrix(plan.up.weight), heads, plan.plain, plan.value_dim)
         keys, values = (
             [self._pack_stored(weight, name) for weight in weights] for weights in (divided.keys, divided.values)
         )
-        if self.weights.is_quantized(plan.up.weight) and formats.keys is None:
+        if self.weights.is_quantized(plan.up.weight) and isinstance(divided.keys[0], Tensor):
             self._keys_in_bf16.append(name)
             self._bytes_in_bf16 += sum(weight.nbytes for weight in keys)
             self._rounds_keys |= divided.is_rounded
-        self._made |= {f"{name}.keys.{head}": weight for head, weight in enumerate(keys)}
-        self._made |= {f"{name}.values.{head}": weight for head, weight in enumerate(values)}
-        if divided.factors is not None:
-            self._made[factors_name] = divided.factors
         return keys, values, divided.factors
-
-    def _packed(
-        self, name: str, spec: WeightSpec | None, shape: tuple[int, int], make: Callable[[], PackedWeight]
-    ) -> PackedWeight:
-        """Return a weight from the file of packed weights, or make it."""
-        if self._mapped is not None:
-            return self._mapped_weight(self._mapped, name, spec, shape, name)
-        weight = make()
-        self._made[name] = weight
-        return weight
-
-    def _mapped_weight(
-        self, mapped: MappedWeights, name: str, spec: WeightSpec | None, shape: tuple[int, int], module: str
-    ) -> PackedWeight:
-        weight = mapped.weight(name, spec, shape)
-        if spec is not None:
-            self._packing.count(weight, module)
-        return weight
 
     def _pack_stored(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:
         """Pack a weight, and note one that the kernels of this machine do not multiply."""

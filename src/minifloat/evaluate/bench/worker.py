@@ -131,12 +131,12 @@ def main() -> None:
 
 
 def _create_engine(path: str, options: dict[str, Any], threads: int | None) -> Any:
-    from minifloat.engine import Engine
+    from minifloat.engine import Engine, EngineOptions
     from minifloat.kernels.threads import set_threads
 
     if threads is not None:
         set_threads(threads)
-    return Engine(path, **options)
+    return Engine(path, EngineOptions(**options))
 
 
 def _state(engine: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from tqdm import tqdm
 
 from minifloat._version import __version__
-from minifloat.engine import Delivery, Engine, SamplingParams
+from minifloat.engine import Delivery, Engine, EngineOptions, SamplingParams
 from minifloat.engine.sampling.params import MAX_STOP_LENGTH, MAX_STOPS
 from minifloat.errors import NonFiniteError, UsageError
 
@@ -70,8 +70,8 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
             "max_num_seqs": _sequences(batch_size, max_batch_size),
             "lm_head": lm_head,
             "activations": activations,
-            "revision": revision,
         }
+        self._revision = revision
         super().__init__(
             pretrained=pretrained,
             backend="causal",
@@ -107,7 +107,7 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
             del self._config.quantization_config
 
     def _create_model(self, pretrained: str, **_: Any) -> None:
-        self._model = Engine(pretrained, **self._engine_options)
+        self._model = Engine(pretrained, EngineOptions(**self._engine_options), revision=self._revision)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness writes about the model beside the results."""

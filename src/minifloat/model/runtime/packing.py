@@ -58,12 +58,6 @@ class Packing:
         else:
             self._num_packed += 1
 
-    def count(self, weight: PackedWeight, module: str) -> None:
-        """Note a quantized weight that was packed before."""
-        self._num_packed += 1
-        if self._int8_inputs:
-            self._note_int8(module, int8_inputs.why_not(weight))
-
     def _allow_int8(self, weight: QuantizedWeight, module: str, reason: str) -> None:
         """Let a weight round its inputs to int8, or note the reason why it cannot."""
         held = weight.held
@@ -93,11 +87,6 @@ class Packing:
                 reason,
                 listing(modules),
             )
-
-    @property
-    def packs_all(self) -> bool:
-        """Whether every weight so far was packed."""
-        return self._packs and not self._unpacked
 
     def warn(self) -> None:
         """Log the weights that were not packed, and those whose inputs are not rounded; one warning per reason."""

@@ -107,20 +107,6 @@ class WeightSource:
         stored = self._tensors.quantized.get(self._names[parameter])
         return None if stored is None or stored[0].expert is not None else stored[0]
 
-    def expert_specs(self, fused: str) -> list[list[tuple[WeightSpec | None, tuple[int, int]]]]:
-        """Return formats and shapes of the matrices that `experts` yields."""
-        parameter = self._parameters.fused[fused]
-        count, rows, cols = parameter.shape
-        if fused in self._names:
-            stored = self._tensors.quantized.get(self._names[fused])
-            return (
-                [[(None, (rows, cols))]] * count if stored is None else [[(each.spec, each.shape)] for each in stored]
-            )
-        if not all(self.is_quantized(name) for names in parameter.parts for name in names):
-            return [[(None, (rows, cols))]] * count
-        shapes = self._parameters.shapes
-        return [[(self.spec(name), (shapes[name][0], shapes[name][1])) for name in names] for names in parameter.parts]
-
     def tensor(self, parameter: str) -> Tensor:
         """Return a parameter as a tensor in the model's dtype, dequantized if it is stored quantized."""
         name = self._names[parameter]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from minifloat.checkpoint.hub import model_name
 from minifloat.report.text import size_text
@@ -15,8 +14,7 @@ from minifloat.serve.sockets import bind
 from minifloat.serve.starting import importing, starting
 
 if TYPE_CHECKING:
-    from minifloat.engine import ModelInfo
-    from minifloat.engine.options import EngineKeywords
+    from minifloat.engine import EngineOptions, ModelInfo
 
 _LOG = logging.getLogger("minifloat.server")
 
@@ -24,14 +22,17 @@ _LOG = logging.getLogger("minifloat.server")
 def serve_checkpoint(
     path: str | os.PathLike[str],
     settings: ServerSettings | None = None,
-    **engine: Unpack[EngineKeywords],
+    options: EngineOptions | None = None,
+    *,
+    revision: str | None = None,
 ) -> None:
     """Load a checkpoint and serve it until SIGTERM, SIGINT or SIGHUP.
 
     Args:
         path: Checkpoint: a folder or a model of the hub.
         settings: Name, keys and limits of the server; None: the defaults, under the name of the folder or model.
-        engine: Options of `Engine`.
+        options: How the engine opens and runs the model; None: the defaults.
+        revision: Branch, tag or commit of a model of the hub; None: the default branch.
 
     Raises:
         UsageError: If an option is invalid or the address cannot be bound.
@@ -40,14 +41,7 @@ def serve_checkpoint(
     settings = settings or ServerSettings(model_name(os.fspath(path)))
     with logging_to_stderr(quiet=settings.quiet), bind(settings.host, settings.port) as listening:
         _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
-        packed_cache = engine.get("packed_cache")
-        with starting(
-            path,
-            engine.get("device", "cpu"),
-            packed_cache=None if packed_cache is None else Path(packed_cache),
-            dtype=engine.get("dtype"),
-            lm_head=engine.get("lm_head", "auto"),
-        ):
+        with starting():
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.
             from minifloat.engine import AsyncEngine, Engine
             from minifloat.kernels.threads import set_threads
@@ -55,7 +49,7 @@ def serve_checkpoint(
             if settings.threads is not None:
                 set_threads(settings.threads)
             with importing("minifloat.serve.server.app"):
-                loaded = Engine(path, **engine)
+                loaded = Engine(path, options, revision=revision)
             from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, settings.max_num_queued_reqs), settings, listening)

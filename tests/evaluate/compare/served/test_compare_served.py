@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from serving import running
 
 from minifloat.commands.main import main
-from minifloat.engine import Engine
+from minifloat.engine import Engine, EngineOptions
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare import Outcome
 from minifloat.evaluate.compare.pages.page import compare_page
@@ -46,7 +46,7 @@ def text(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    with running(Engine(folder, dtype="float32", max_model_len=128)) as client:
+    with running(Engine(folder, EngineOptions(dtype="float32", max_model_len=128))) as client:
         yield client.url
 
 
