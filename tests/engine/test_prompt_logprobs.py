@@ -13,6 +13,7 @@ import torch
 
 from minifloat.engine import (
     Engine,
+    EngineListener,
     EngineOptions,
     GeneratedText,
     Request,
@@ -92,8 +93,10 @@ def check_all(completions: list[GeneratedText], expected: list[torch.Tensor]) ->
         check(completion.prompt, completion.prompt_logprobs, wanted)
 
 
-def engine_of(folder: Path, runner: str, **options: Any) -> Engine:
-    engine = Engine(folder, EngineOptions(**{"dtype": "float32", "runner": runner, "max_num_seqs": 6} | options))
+def engine_of(folder: Path, runner: str, observer: EngineListener | None = None, **options: Any) -> Engine:
+    engine = Engine(
+        folder, EngineOptions(**{"dtype": "float32", "runner": runner, "max_num_seqs": 6} | options), observer=observer
+    )
     assert engine.info.runner == runner
     return engine
 

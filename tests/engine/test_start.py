@@ -14,9 +14,9 @@ from native_cases import model_of, write
 #: Opens an engine, generates, and makes the server's application; prints which modules were imported.
 _START = """
 import sys
-from minifloat.engine import AsyncEngine, Engine, SamplingParams
+from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
 from minifloat.serve.server import ServerSettings, create_app
-engine = Engine(sys.argv[1], kv_cache_memory=1 << 20)
+engine = Engine(sys.argv[1], EngineOptions(kv_cache_memory=1 << 20))
 engine.generate("Once", SamplingParams(temperature=0.0, max_tokens=2, logprobs=1))
 create_app(AsyncEngine(engine), ServerSettings(model_name="m"))
 print(engine.info.runner)

@@ -17,7 +17,7 @@ from minifloat.errors import MinifloatError, UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from minifloat.engine import Engine, EngineOptions, SamplingParams
+    from minifloat.engine import Engine, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def open_text_model(
     with Checkpoint.open(folder) as checkpoint:
         description = describe(checkpoint)
         if place.type == "cpu" and (weight_only or not description.quantizes_inputs):
-            from minifloat.engine import Engine
+            from minifloat.engine import Engine, EngineOptions
 
             try:
                 return Engine(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from minifloat.commands.main import main
-from minifloat.engine import Engine, EngineOptions, SamplingParams, StepStats, Timings, TokenUsage
+from minifloat.engine import Engine, EngineListener, EngineOptions, SamplingParams, StepStats, Timings, TokenUsage
 from minifloat.engine.device import transfer
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
@@ -44,9 +44,11 @@ def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParam
     return [list(completion.tokens) for completion in engine.generate(prompts, params)]
 
 
-def on_device(folder: Path, device: str, **options: Any) -> Engine:
+def on_device(folder: Path, device: str, observer: EngineListener | None = None, **options: Any) -> Engine:
     engine = Engine(
-        folder, EngineOptions(**{"dtype": "float32", "runner": "device", "device": device, "max_num_seqs": 9} | options)
+        folder,
+        EngineOptions(**{"dtype": "float32", "runner": "device", "device": device, "max_num_seqs": 9} | options),
+        observer=observer,
     )
     assert engine.info.runner == "device"
     assert engine.info.device.startswith(device)
