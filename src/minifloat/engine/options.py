@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minifloat.errors import UnknownNameError, UsageError
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
 _AT_LEAST_ONE = ("kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "draft_tokens")
 
 
@@ -41,7 +43,7 @@ class EngineOptions:
     """
 
     device: str = "cpu"
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    dtype: Dtype | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None

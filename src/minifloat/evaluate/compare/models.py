@@ -24,7 +24,6 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
-from minifloat.engine.options import DTYPES
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.kv_cache import CacheFactory
 from minifloat.evaluate.compare.options import ScoringOptions
@@ -58,7 +57,7 @@ ModelLike = PreTrainedModel | str | os.PathLike[str]
 
 def load_options(options: ScoringOptions) -> dict[str, Any]:
     """Return the keyword arguments for `minifloat.model.runtime.load.load` of a baseline."""
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
     return {"dtype": dtype, "device": options.device, "impl": options.impl}
 
 
