@@ -62,7 +62,7 @@ _ENGINE_OPTIONS = (
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @options_from(
     ServerSettings,
-    without=("model_name", "api_keys", "chat_template", "max_header_bytes", "render_seconds"),
+    without=("model_name", "api_keys", "chat_template", "max_header_bytes"),
     group="Server",
     environment=True,
     allowed_hosts={"flags": ("--allowed-host",), "metavar": "NAME"},

@@ -1,202 +1,206 @@
-"""Renders chat templates in a process of their own: `apply_chat_template`.
+"""Chat templates without transformers: rendered in Jinja's sandbox, with control tokens of messages kept apart.
 
-The process (`template_worker`) is started when it is first needed, lives as long as this one, and is replaced when a
-template has used up its limits. One process serves all threads. The text is that of transformers' tokenizers, with
-which tests/runtime/test_templates.py compares.
+A chat template is a Jinja program that comes with a checkpoint. It runs in Jinja's immutable sandbox, sees strings,
+numbers and containers only, and is stopped once its text is too long. Nothing bounds the time and memory that it takes:
+whoever serves a checkpoint chooses its template. Control tokens in the text of messages are marked before the template
+runs and are tokenized as plain text afterwards, so that a message cannot pretend to be another role.
+
+Source: transformers, ``utils/chat_template_utils.py``, with which tests/model/runtime/test_file_tokenizer.py compares.
+Left out: tools, documents, masks of the assistant's tokens, and continuing the last message.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import functools
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 
 from minifloat.errors import ChatTemplateError
-from minifloat.model.runtime.template_worker import HEADER, MEMORY
 
 if TYPE_CHECKING:
     from minifloat.model.runtime.tokenizer import TextTokenizer
 
-#: What the process needs of the environment; it gets no keys and tokens.
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME", "TZ")
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from minifloat.model.runtime.template_worker import main; main()"
-)
-#: Seconds of waiting per second of processor time, since other programs use the processors too.
-_PATIENCE, _START_SECONDS = 10.0, 60.0
-#: Bytes per character of an answer, at most: two escapes of JSON.
-_BYTES_PER_CHARACTER = 12
+#: Characters that a template may write, unless the caller says otherwise.
+MAX_CHARACTERS = 1 << 24
+#: Length of the longest error of a template that is passed on.
+_MAX_ERROR = 500
 #: Names for a message's reasoning, of which transformers fills the first and second from the others.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+#: Characters for private use, around the control tokens in the text of messages.
+_START, _END = "\U000f0000", "\U000f0001"
 
 
-@dataclass(frozen=True)
-class RenderLimits:
-    """What one rendering may take.
+class _Generation(jinja2.ext.Extension):
+    """The block ``{% generation %}``, which marks the assistant's text for training; here only its content matters."""
 
-    Attributes:
-        seconds: Processor time.
-    """
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
-    seconds: float = 10.0
-    max_characters: int = 1 << 24
-
-
-_DEFAULT_LIMITS = RenderLimits()
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-class _Ended(Exception):
-    """The process ended, or did not answer."""
+class _Dictionary:
+    """What templates may do with the name `dict`: call it, without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return a dictionary of the given keys."""
+        return dict.fromkeys(*args)
 
 
-class TemplateWorker:
-    """Starts the process, talks to it, and replaces it. Threads may share it."""
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace without names that begin with an underscore, by which templates could reach Python's internals."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, so that `namespace(self=...)` works
+        self, others = args[0], args[1:]
+        values = dict(*others, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
 
-    def start(self) -> None:
-        """Start the process, so that it is ready when the first template comes."""
-        with self._lock:
-            self._running()
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
 
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._end()
 
-    def render(
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"templates cannot set {name!r}: it begins with an underscore")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _now(template: str) -> str:
+    return datetime.now().strftime(template)
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _now,
+        "dict": _Dictionary(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _render(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], max_characters: int
+) -> str:
+    """Return the text that a chat template makes of plain values, of which others become their names."""
+    values = json.loads(json.dumps({"messages": [dict(one) for one in messages], **variables}, default=str))
+    pieces, length = [], 0
+    try:
+        for piece in _compiled(template).generate(tools=None, documents=None, **values):
+            pieces.append(piece)
+            length += len(piece) - piece.count(_START) - piece.count(_END)
+            if length > max_characters:
+                raise jinja2.exceptions.TemplateError(f"it writes more than {max_characters} characters")
+        text = "".join(pieces)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ChatTemplateError("the chat template writes half of a surrogate pair, which is no character") from None
+    except Exception as error:  # a template may raise anything
+        message = str(error)[:_MAX_ERROR].encode(errors="replace").decode() or type(error).__name__
+        raise ChatTemplateError(f"the chat template refuses the messages: {message}") from error
+    return text
+
+
+class ControlTokens:
+    """The control tokens of one chat template."""
+
+    def __init__(self, template: str, added: Mapping[str, bool]) -> None:
+        literals = _literals(template)
+        control = [text for text, special in added.items() if special or (text in literals and not text.isspace())]
+        self._control = _any_of(control)
+        self._marked = re.compile(f"{_START}({_any_of(added).pattern}){_END}|[{_START}{_END}]")
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def of(cls, template: str, added: tuple[tuple[str, bool], ...]) -> ControlTokens:
+        """Return the control tokens of a template, given the added tokens as pairs."""
+        return cls(template, dict(added))
+
+    def mark(self, text: str) -> str:
+        """Return a text with marks around its control tokens; marks that it has already are dropped."""
+        text = text.replace(_START, "").replace(_END, "")
+        return self._control.sub(f"{_START}\\g<0>{_END}", text)
+
+    def encode(
         self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        limits: RenderLimits = _DEFAULT_LIMITS,
-    ) -> str:
-        """Return the text that a chat template makes of messages."""
-        request = {
-            "template": template,
-            "messages": [dict(message) for message in messages],
-            "variables": dict(variables),
-            "seconds": limits.seconds,
-            "max_characters": limits.max_characters,
-        }
-        data = json.dumps(request, default=_placeholder).encode()
-        with self._lock:
-            try:
-                answer = self._ask(data, limits)
-            except _Ended:  # ended by something else, such as the system, since it was last used
-                try:
-                    answer = self._ask(data, limits)
-                except _Ended as error:
-                    raise ChatTemplateError(f"the chat template ended the process that renders it: {error}") from None
-        failed = answer.get("failed")
-        if failed == "length":
-            raise ChatTemplateError(f"the chat template writes more than {limits.max_characters} characters")
-        if failed == "memory":
-            raise ChatTemplateError(f"the chat template needs more than {MEMORY >> 20} MiB of memory")
-        if failed is not None:
-            raise ChatTemplateError(f"the chat template refuses the messages: {answer.get('message')}")
-        return str(answer["text"])
-
-    def _ask(self, data: bytes, limits: RenderLimits) -> dict[str, Any]:
-        process = self._running()
-        requests, answers = process.stdin, process.stdout
-        assert requests is not None
-        assert answers is not None
-        end = time.monotonic() + _START_SECONDS + _PATIENCE * limits.seconds
-        try:
-            requests.write(HEADER.pack(len(data)) + data)
-            requests.flush()
-            (length,) = HEADER.unpack(_receive(answers, HEADER.size, end))
-            if length > _BYTES_PER_CHARACTER * limits.max_characters + 65536:
-                raise _Ended("its answer is too long")
-            answer: dict[str, Any] = json.loads(_receive(answers, length, end))
-        except (OSError, ValueError, _Ended) as error:
-            status = self._end()
-            if status == -signal.SIGPROF or isinstance(error, TimeoutError):
-                raise ChatTemplateError(f"the chat template ran for more than {limits.seconds:g} s") from None
-            raise _Ended(str(error) or f"status {status}") from None
-        if answer.get("failed") == "memory":
-            self._end()
-        return answer
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process, started if there is none."""
-        if self._process is not None and self._owner != os.getpid():
-            self._process = None  # this process is a fork of the one that started it
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, json.dumps(sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # Ctrl-C in a terminal is for the server, which finishes its requests
-            )
-            self._owner = os.getpid()
-        return self._process
-
-    def _end(self) -> int | None:
-        """End the process, and return its status. One that has ended by itself keeps its own status."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2 if process.stdout is not None and _at_end(process.stdout) else 0)
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        return process.wait()
+        rendered: str,
+        encode: Callable[[str], list[int]],
+        encode_as_text: Callable[[str], list[int]],
+        token_id: Callable[[str], int | None],
+    ) -> list[int]:
+        """Return the tokens of a rendered chat; marked control tokens are tokenized as text."""
+        first, *pieces = self._marked.split(rendered)
+        newline, ids = encode("\n"), encode(first)
+        for index, piece in enumerate(pieces):
+            if not piece:
+                continue
+            is_marked = index % 2 == 0
+            found = _encode_inside(piece, encode_as_text if is_marked else encode, newline)
+            if is_marked and token_id(piece) in found:
+                raise ValueError(f"the tokenizer makes the control token {piece!r} of plain text")
+            ids = ids + found
+        return ids
 
 
-def _at_end(pipe: IO[bytes]) -> bool:
-    """Whether the other end of a pipe is closed, so that the process is ending."""
-    poller = select.poll()
-    poller.register(pipe, select.POLLIN)
-    return any(event & select.POLLHUP for _, event in poller.poll(0))
+def _encode_inside(piece: str, encode: Callable[[str], list[int]], newline: list[int]) -> list[int]:
+    """Tokenize a text that does not begin the chat, so that no space is put before it.
+
+    SentencePiece's tokenizers begin every text with a space. After a newline they do not.
+    """
+    ids = encode("\n" + piece)
+    return ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
 
 
-def _receive(pipe: IO[bytes], length: int, end: float) -> bytes:
-    """Return so many bytes of a pipe."""
-    poller = select.poll()
-    poller.register(pipe, select.POLLIN)
-    received = bytearray()
-    while len(received) < length:
-        if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise TimeoutError
-        piece = os.read(pipe.fileno(), length - len(received))
-        if not piece:
-            raise _Ended
-        received += piece
-    return bytes(received)
+def _any_of(texts: Sequence[str] | Mapping[str, bool]) -> re.Pattern[str]:
+    """Return the pattern of any of the texts, longer ones first; of nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-def _placeholder(value: Any) -> Any:
-    """Return what a template sees of a value that is no plain data: transformers gives the name of its type."""
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return value.item()
-    return str(value) if type(value).__name__ == "AddedToken" else f"<{type(value).__name__}>"
-
-
-#: The process that all of this program's templates share.
-WORKER = TemplateWorker()
-atexit.register(WORKER.close)
+@functools.lru_cache(maxsize=16)
+def _literals(template: str) -> str:
+    """Return the text that a template contains, its string constants included, joined by NUL."""
+    tree = _environment().parse(template)
+    found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
+    found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(found)
 
 
 def apply_chat_template(
@@ -205,13 +209,13 @@ def apply_chat_template(
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
-    limits: RenderLimits = _DEFAULT_LIMITS,
+    max_characters: int = MAX_CHARACTERS,
     **variables: Any,
 ) -> str:
     """Return the text of a conversation, as transformers' method of this name does."""
     template = _template(tokenizer, chat_template)
     values = {**tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
-    return WORKER.render(template, [_prepared(message) for message in messages], values, limits)
+    return _render(template, [_prepared(message) for message in messages], values, max_characters)
 
 
 def chat_tokens(
@@ -220,15 +224,13 @@ def chat_tokens(
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
-    limits: RenderLimits = _DEFAULT_LIMITS,
+    max_characters: int = MAX_CHARACTERS,
     **variables: Any,
 ) -> list[int]:
     """Return the tokens of a conversation; control tokens in messages and variables become tokens of plain text.
 
     They are those of transformers' `apply_chat_template` with `sanitize_control_tokens`.
     """
-    from minifloat.model.runtime.chat_format import ControlTokens
-
     to_id: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     template = _template(tokenizer, chat_template)
     added = sorted(tokenizer.added_tokens_decoder.items())
@@ -246,7 +248,7 @@ def chat_tokens(
         marked,
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
-        limits=limits,
+        max_characters=max_characters,
         **values,
     )
     try:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minifloat.errors import UsageError
-from minifloat.serve.server.chat import ChatTemplate
+from minifloat.errors import ChatTemplateError, UsageError
+from minifloat.model.runtime.templates import chat_tokens
 from minifloat.serve.server.protocol import Message
 
 if TYPE_CHECKING:
@@ -28,11 +28,16 @@ _SHORT = 10_000
 class Prompts:
     """Encodes and decodes prompts."""
 
-    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, max_characters: int, vocab_size: int) -> None:
-        self.template = template
+    def __init__(self, tokenizer: TextTokenizer, template: str | None, max_characters: int, vocab_size: int) -> None:
+        self._template = template
         self._tokenizer, self._max_characters, self._vocab_size = tokenizer, max_characters, vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-tokenizer")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-long-texts")
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be encoded."""
+        return bool(self._template or self._tokenizer.chat_template)
 
     def close(self) -> None:
         """End the threads."""
@@ -79,11 +84,28 @@ class Prompts:
         size = sum(len(text) for message in messages for text in message.for_template().values())
         if size > self._max_characters:
             raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")
-        rendered_messages = [message.for_template() for message in messages]
-        tokens = await self._run(self._thread_for(size), self.template.encode, rendered_messages, options)
+        tokens = await self._run(self._thread_for(size), self._encode_chat, messages, options)
         if not tokens:
             raise UsageError("messages: the chat template turns them into an empty prompt")
         return tuple(tokens)
+
+    def _encode_chat(self, messages: Sequence[Message], options: dict[str, bool | str]) -> list[int]:
+        if not self.has_template:
+            raise UsageError(
+                "messages: this model has no chat template; use /v1/completions, or start the server with "
+                "--chat-template FILE"
+            )
+        try:
+            return chat_tokens(
+                self._tokenizer,
+                [message.for_template() for message in messages],
+                chat_template=self._template,
+                add_generation_prompt=True,
+                max_characters=self._max_characters,
+                **options,
+            )
+        except ChatTemplateError as error:
+            raise UsageError(f"messages: {error}") from error
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""

@@ -63,7 +63,7 @@ async def status(request: Request) -> dict[str, Any]:
     service = _service(request)
     model = service.info.to_dict()
     del model["path"]  # a path of this machine, which clients need not know
-    model |= {"name": service.settings.model_name, "chat": service.prompts.template.exists}
+    model |= {"name": service.settings.model_name, "chat": service.prompts.has_template}
     return {"version": __version__, "model": model, "now": service.metrics.recent()}
 
 

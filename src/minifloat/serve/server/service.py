@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from minifloat.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
 from minifloat.errors import ContextLengthError, QueueFull
-from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
 from minifloat.serve.server.metrics import Metrics
@@ -67,9 +66,7 @@ class Service:
         self.created = int(time.time())
         self._held_logprobs = 0
         max_characters = settings.prompt_characters(self.info.max_model_len)
-        tokenizer = engine.engine.tokenizer
-        template = ChatTemplate(tokenizer, settings.chat_template, settings.render_seconds, max_characters)
-        self.prompts = Prompts(tokenizer, template, max_characters, self.info.vocab_size)
+        self.prompts = Prompts(engine.engine.tokenizer, settings.chat_template, max_characters, self.info.vocab_size)
         self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> None:

@@ -45,7 +45,6 @@ class ServerSettings:
         write_timeout: Seconds for a client to take 64 KiB of its answer, or all that is written of it.
         request_timeout: Seconds from the arrival of a request to the end of its answer.
         shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
-        render_seconds: Seconds of processor time that a chat template may take.
         threads: Threads to compute with; None: torch's.
         quiet: Whether to log warnings only, not every request.
     """
@@ -66,7 +65,6 @@ class ServerSettings:
     write_timeout: Positive = 30.0
     request_timeout: Positive = 600.0
     shutdown_timeout: NonNegative = 30.0
-    render_seconds: Positive = 2.0
     threads: Count | None = None
     quiet: bool = False
 
