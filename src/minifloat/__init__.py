@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from minifloat.checkpoint import Checkpoint
     from minifloat.deploy.check import CheckReport, Target, check_checkpoint
     from minifloat.deploy.diagnosis import Diagnosis, doctor
-    from minifloat.deploy.estimate import ModelPlan, plan_model
-    from minifloat.deploy.publish.push import PushReport, push_checkpoint
+    from minifloat.deploy.estimate import ModelPlan, PlanOptions, plan_model
+    from minifloat.deploy.publish import PushOptions, PushReport, push_checkpoint
     from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
     from minifloat.errors import MinifloatError
     from minifloat.evaluate.bench import BenchOptions, GainsReport, bench_checkpoint
@@ -87,7 +87,9 @@ _EXPORTS = {
     "Inspection": "minifloat.model.layouts.inspection",
     "MinifloatError": "minifloat.errors",
     "ModelPlan": "minifloat.deploy.estimate",
-    "PushReport": "minifloat.deploy.publish.push",
+    "PlanOptions": "minifloat.deploy.estimate",
+    "PushOptions": "minifloat.deploy.publish",
+    "PushReport": "minifloat.deploy.publish",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.numerics.tensor",
     "RoundingOptions": "minifloat.quantize.rounding.options",
@@ -115,7 +117,7 @@ _EXPORTS = {
     "load": "minifloat.model.runtime.load",
     "plan_model": "minifloat.deploy.estimate",
     "preview_quantization": "minifloat.quantize.preview",
-    "push_checkpoint": "minifloat.deploy.publish.push",
+    "push_checkpoint": "minifloat.deploy.publish",
     "quantize_checkpoint": "minifloat.quantize.job",
     "quantize_tensor": "minifloat.numerics.tensor",
     "serve_checkpoint": "minifloat.serve.server.start",
@@ -142,6 +144,8 @@ __all__ = [
     "Inspection",
     "MinifloatError",
     "ModelPlan",
+    "PlanOptions",
+    "PushOptions",
     "PushReport",
     "QuantizeReport",
     "QuantizedTensor",

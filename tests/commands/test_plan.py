@@ -9,7 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
-from minifloat.deploy.estimate import plan_model
+from minifloat.deploy.estimate import PlanOptions, plan_model
 from minifloat.numerics.scheme import SCHEMES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,12 +29,12 @@ def test_every_scheme_has_a_row_in_every_table() -> None:
 
 def test_the_json_is_the_result_of_plan_model() -> None:
     result = run(STORYBOOK, "--scheme", "mxfp4", "--bandwidth", "35", "--peak", "0.5", "--json")
-    planned = plan_model(STORYBOOK, "mxfp4", bandwidth=35e9, peak=0.5e12).to_dict()
+    planned = plan_model(STORYBOOK, "mxfp4", options=PlanOptions(bandwidth=35, peak=0.5)).to_dict()
     assert json.loads(result.stdout) == json.loads(json.dumps(planned))
 
 
 def test_the_printed_serve_command_is_valid() -> None:
-    plan = plan_model(STORYBOOK, "fp8-block", "h100", gpus=2, kv_cache_dtype="fp8")
+    plan = plan_model(STORYBOOK, "fp8-block", "h100", PlanOptions(gpus=2, kv_cache_dtype="fp8"))
     command = shlex.split(plan.schemes[-1].commands[-1])
     assert command[0] == "minifloat"
     result = CliRunner().invoke(main, [*command[1:2], "--print-command", *command[2:]])

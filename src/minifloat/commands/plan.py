@@ -17,8 +17,6 @@ from minifloat.commands.options import (
     revision_option,
 )
 
-_GIGA, _TERA = 10**9, 10**12
-
 
 @dataclass(frozen=True)
 class PlanParams:
@@ -75,21 +73,18 @@ def plan(params: PlanParams) -> None:
     measures.
     """
     from minifloat.commands.display.plan import print_plan
-    from minifloat.deploy.estimate import plan_model
+    from minifloat.deploy.estimate import PlanOptions, plan_model
 
-    planned = plan_model(
-        params.model,
-        params.scheme,
-        params.hardware,
+    options = PlanOptions(
         gpus=params.gpus,
         context=params.context,
         batch=params.batch,
         kv_cache_dtype=params.kv_cache_dtype,
         keep_free=params.keep_free,
-        bandwidth=None if params.bandwidth is None else params.bandwidth * _GIGA,
-        peak=None if params.peak is None else params.peak * _TERA,
-        revision=params.revision,
+        bandwidth=params.bandwidth,
+        peak=params.peak,
     )
+    planned = plan_model(params.model, params.scheme, params.hardware, options, revision=params.revision)
     if params.as_json:
         print_json(planned)
     else:

@@ -47,13 +47,11 @@ def push(params: PushParams) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     from minifloat.commands.display.push import print_push
-    from minifloat.deploy.publish.push import push_checkpoint
+    from minifloat.deploy.publish import PushOptions, push_checkpoint
 
     if params.as_json or not sys.stderr.isatty():
         disable_progress_bars()
-    report = push_checkpoint(
-        params.folder,
-        params.repo_id,
+    options = PushOptions(
         private=params.private,
         revision=params.revision,
         message=params.message,
@@ -62,6 +60,7 @@ def push(params: PushParams) -> None:
         license=params.license,
         dry_run=params.dry_run,
     )
+    report = push_checkpoint(params.folder, params.repo_id, options)
     if params.as_json:
         print_json(report)
     else:

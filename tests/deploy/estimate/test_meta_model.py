@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from minifloat import load
 from minifloat.checkpoint import Checkpoint
-from minifloat.deploy.estimate import plan_model
-from minifloat.deploy.estimate.cache import cache_bytes, state_bytes
+from minifloat.deploy.estimate import PlanOptions, plan_model
 from minifloat.deploy.estimate.config_tensors import tensors_of
-from minifloat.deploy.estimate.shape import model_shape
+from minifloat.deploy.estimate.shape import cache_bytes, model_shape, state_bytes
 from minifloat.errors import ConfigError
 from minifloat.numerics.formats import BFLOAT16
 from minifloat.quantize.job import quantize_checkpoint
@@ -138,7 +137,7 @@ def test_a_mixture_of_a_trillion_weights_is_planned_layer_by_layer(tmp_path: Pat
         "first_k_dense_replace": 1,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    plan = plan_model(tmp_path, "fp8-block", "h200", gpus=8)
+    plan = plan_model(tmp_path, "fp8-block", "h200", PlanOptions(gpus=8))
     assert plan.counts.total > 59 * 384 * 3 * 7168 * 2048  # a trillion
 
 

@@ -10,7 +10,7 @@ import torch
 
 from minifloat.deploy.estimate import hardware
 from minifloat.deploy.estimate.hardware import PLANNED_HARDWARE, get_hardware
-from minifloat.deploy.estimate.roofline import StepCost, bound, experts_read, largest, smallest, step_bytes
+from minifloat.deploy.estimate.roofline import StepCost, bound, experts_read, step_bytes
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.kernels import processors
 from minifloat.kernels.product_rate import measure_product_rate
@@ -89,11 +89,3 @@ def test_one_token_reads_its_chosen_experts_and_many_tokens_read_all() -> None:
     assert experts_read(8, 2, 2) == pytest.approx(1 - 0.75**2)
     assert experts_read(8, 2, 1000) == pytest.approx(1)
     assert experts_read(8, 8, 1) == 1
-
-
-@pytest.mark.parametrize("threshold", [1, 2, 3, 7, 8, 9, 100])
-def test_searches_find_the_threshold(threshold: int) -> None:
-    assert smallest(lambda number: number >= threshold, 100) == threshold
-    assert smallest(lambda number: number >= threshold, 6) == (threshold if threshold <= 6 else None)
-    assert largest(lambda number: number < threshold, 100) == threshold - 1
-    assert largest(lambda number: number < threshold, 6) == min(threshold - 1, 6)

@@ -16,7 +16,7 @@ from pages import captions, loads_nothing, rows, sections, text_of
 from minifloat import quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.commands.report import draw_report
-from minifloat.deploy.publish.push import push_checkpoint
+from minifloat.deploy.publish import PushOptions, push_checkpoint
 from minifloat.errors import CheckpointError
 from minifloat.evaluate.checkpoint_report import has_report, read_results, write_report
 from minifloat.evaluate.compare.result import Comparison
@@ -200,7 +200,7 @@ def test_a_checkpoint_without_history_says_so(llama_folder: Path, tmp_path: Path
 
 def test_push_leaves_the_report_out_because_it_quotes_texts(out: Path) -> None:
     write_report(out, compared(out))
-    report = push_checkpoint(out, "org/name", license="mit", base_model="org/base", dry_run=True)
+    report = push_checkpoint(out, "org/name", PushOptions(license="mit", base_model="org/base", dry_run=True))
     assert {"report.html", "report.json"} <= set(report.left)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minifloat.deploy.diagnosis.gpu import parse_gpu
+from minifloat.deploy.diagnosis.machine import parse_gpu
 from minifloat.errors import NotACheckpointError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.vllm.options import VllmOptions

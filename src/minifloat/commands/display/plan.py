@@ -9,10 +9,9 @@ from minifloat.commands.display.console import make_console, make_table
 from minifloat.commands.display.plan_loss import loss_note, loss_table, quality_text
 from minifloat.deploy.estimate.hardware import CPU, Hardware
 from minifloat.deploy.estimate.memory import MOST_DEVICES
-from minifloat.deploy.estimate.model_plan import ModelPlan, SchemePlan
+from minifloat.deploy.estimate.model_plan import ModelPlan
 from minifloat.deploy.estimate.roofline import Bound
 from minifloat.model.plan.overrides import KEEP
-from minifloat.numerics.formats import BFLOAT16
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _GIGA, _TERA = 10**9, 10**12
@@ -43,7 +42,7 @@ def print_plan(plan: ModelPlan) -> None:
         "\nfits: weights, KV cache and activations (an estimate) take at most "
         f"{_size(plan.usable)} of {_size(plan.hardware.memory)} per device.\n"
         "bound: the larger of bytes over bandwidth and operations over peak; memory-bound below the ridge "
-        f"(operations per byte).{_crossover_note(plan)}",
+        f"(operations per byte).",
         soft_wrap=True,
     )
     if losses:
@@ -52,15 +51,6 @@ def print_plan(plan: ModelPlan) -> None:
         console.print(escape(note), soft_wrap=True)
     console.print()
     _print_commands(plan)
-
-
-def _crossover_note(plan: ModelPlan) -> str:
-    if plan.overtaking is None:
-        return ""
-    return (
-        f"\nW8A8 from batch: where {plan.overtaking} decodes faster than this scheme at this context; its linears: the "
-        "tokens of a step\nfrom which it computes the linears faster (prompts count here too)."
-    )
 
 
 def _model_line(plan: ModelPlan) -> str:
@@ -133,16 +123,14 @@ def _memory_table(plan: ModelPlan) -> Table:
 def _speed_table(plan: ModelPlan) -> Table:
     decode = ("decode ms", "tokens/s", "intensity", "ridge")
     prefill = ("prefill ms", "prompt tok/s")
-    overtaken = () if plan.overtaking is None else ("W8A8 from batch", "its linears from")
     table = make_table(
         "scheme",
         "multiplies in",
         *decode,
         "bound",
-        *overtaken,
         *prefill,
         "bound",
-        right=(*decode, *overtaken, *prefill),
+        right=(*decode, *prefill),
     )
     for scheme in plan.schemes:
         table.add_row(
@@ -152,7 +140,6 @@ def _speed_table(plan: ModelPlan) -> Table:
             f"{scheme.decode.intensity:,.1f}",
             "" if scheme.decode.ridge is None else f"{scheme.decode.ridge:,.0f}",
             scheme.decode.limit,
-            *([] if plan.overtaking is None else _overtaken(scheme)),
             *_times(scheme.prefill),
             scheme.prefill.limit,
         )
@@ -162,14 +149,6 @@ def _speed_table(plan: ModelPlan) -> Table:
 def _times(bound: Bound) -> tuple[str, str]:
     rate = bound.throughput
     return f"{1e3 * bound.seconds:,.3g}", f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
-
-
-def _overtaken(plan: SchemePlan) -> list[str]:
-    """Return the batch, and the tokens per step, from which W8A8 is faster; blanks if the scheme is W8A8 itself."""
-    if plan.arithmetic != BFLOAT16.name:
-        return ["", ""]
-    crossings = (plan.overtaken_from, plan.linears_overtaken_from)
-    return ["never" if crossing is None else f"{crossing:,}" for crossing in crossings]
 
 
 def _print_commands(plan: ModelPlan) -> None:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from minifloat.commands.display.console import make_table
 from minifloat.deploy.estimate.known_loss import MEASURED_MODELS, KnownLoss, Measured
-from minifloat.deploy.estimate.model_plan import ModelPlan, SchemePlan
+from minifloat.deploy.estimate.model_plan import ModelPlan, SchemeEstimate
 from minifloat.model.plan.overrides import KEEP
 from minifloat.numerics.scheme import SCHEMES
 
@@ -49,7 +49,7 @@ def loss_note(losses: list[KnownLoss]) -> str:
     )
 
 
-def quality_text(scheme: SchemePlan) -> str:
+def quality_text(scheme: SchemeEstimate) -> str:
     """Say in parentheses what is known of the loss."""
     if scheme.scheme == KEEP:
         return " (the model as it is)"

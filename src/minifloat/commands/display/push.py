@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 
 from minifloat.commands.display.console import make_console, make_table
-from minifloat.deploy.publish.push import PushReport
+from minifloat.deploy.publish import PushReport
 from minifloat.report.text import size_text
 
 

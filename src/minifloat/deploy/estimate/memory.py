@@ -11,13 +11,12 @@ Runtimes, graphs and fragmentation use the share of the memory that is kept free
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minifloat.deploy.estimate.cache import cache_bytes, state_bytes
 from minifloat.deploy.estimate.hardware import Hardware
-from minifloat.deploy.estimate.roofline import largest
-from minifloat.deploy.estimate.shape import ModelShape
+from minifloat.deploy.estimate.shape import ModelShape, cache_bytes, state_bytes
 from minifloat.deploy.estimate.weights import check_parallel
 from minifloat.errors import UsageError
 from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat
@@ -69,11 +68,11 @@ class DeviceMemory:
 
     def largest_batch(self, context: int) -> int:
         """Return the largest number of sequences of `context` tokens that fit; 0: not even one fits."""
-        return largest(lambda batch: self.fits(context, batch), _MOST_SEQUENCES)
+        return _largest(lambda batch: self.fits(context, batch), _MOST_SEQUENCES)
 
     def largest_context(self, batch: int) -> int:
         """Return the largest number of tokens that each of `batch` sequences may have, up to the model's positions."""
-        return largest(lambda context: self.fits(context, batch), self.shape.positions or _LONGEST_CONTEXT)
+        return _largest(lambda context: self.fits(context, batch), self.shape.positions or _LONGEST_CONTEXT)
 
 
 def devices_needed(shape: ModelShape, more_than: int, fits: Callable[[int], bool]) -> int | None:
@@ -86,3 +85,8 @@ def devices_needed(shape: ModelShape, more_than: int, fits: Callable[[int], bool
         if fits(number):
             return number
     return None
+
+
+def _largest(holds: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number up to `limit` for which `holds` is true, or 0; it must be true below that."""
+    return bisect_left(range(1, limit + 1), True, key=lambda number: not holds(number))

@@ -14,7 +14,7 @@ from minifloat.report.short import ShortReport
 
 
 @dataclass(frozen=True)
-class CachePlan:
+class CacheEstimate:
     """A KV cache in one format."""
 
     element: str
@@ -25,15 +25,13 @@ class CachePlan:
 
 
 @dataclass(frozen=True)
-class SchemePlan:
+class SchemeEstimate:
     """The model under one scheme.
 
     Attributes:
         activations: Estimated bytes of activations on one device.
-        needed_gpus: Smallest number of devices that hold the planned batch, if it does not fit; None: it fits, or no
+        needed_gpus: Smallest number of devices that hold the batch, if it does not fit; None: it fits, or no
             number that can share the model does, or the machine is a CPU.
-        overtaken_from: The batch from which the W8A8 scheme `ModelPlan.overtaking` decodes faster; None: it never does
-            (keys and values keep the step memory-bound), or this scheme multiplies in FP8 itself.
     """
 
     scheme: str
@@ -50,8 +48,6 @@ class SchemePlan:
     arithmetic: str
     decode: Bound
     prefill: Bound
-    overtaken_from: int | None
-    linears_overtaken_from: int | None
     commands: tuple[str, ...]
     losses: tuple[KnownLoss, ...]
 
@@ -62,7 +58,7 @@ class SchemePlan:
         return next((kl.value for kl in values if kl is not None), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
+        """Return the estimate as JSON values."""
         values = {
             name: value.to_dict() if isinstance(value, Bound) else value
             for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
@@ -85,12 +81,11 @@ class ModelPlan(ShortReport):
         context: Tokens of a sequence.
         batch: Number of sequences.
         positions: Tokens of the longest sequence; None: the config does not say.
-        kv_element: Format of the KV cache that fit and speed are planned for.
+        kv_element: Format of the KV cache that fit and speed are estimated for.
         caches: The KV cache in BF16 and in FP8.
         state: Bytes of the states of a sequence (linear attention, Mamba), over all devices.
         schemes: The model as it is, then the schemes; a model that is already quantized has one entry.
         refused: Scheme that cannot quantize this model -> the reason.
-        overtaking: The W8A8 scheme of `SchemePlan.overtaken_from`; None where the hardware has no FP8 arithmetic.
         notes: Sentences for the user.
     """
 
@@ -105,11 +100,10 @@ class ModelPlan(ShortReport):
     batch: int
     positions: int | None
     kv_element: ElementFormat
-    caches: tuple[CachePlan, ...]
+    caches: tuple[CacheEstimate, ...]
     state: int
-    schemes: tuple[SchemePlan, ...]
+    schemes: tuple[SchemeEstimate, ...]
     refused: dict[str, str]
-    overtaking: str | None
     notes: tuple[str, ...]
 
     def headline(self) -> dict[str, str]:
@@ -128,19 +122,19 @@ class ModelPlan(ShortReport):
         return int(self.hardware.memory * (1 - self.keep_free))
 
     @property
-    def fastest(self) -> SchemePlan | None:
+    def fastest(self) -> SchemeEstimate | None:
         """The fitting scheme with the fastest decode step, by its bound; None: nothing fits."""
         return min((plan for plan in self.schemes if plan.fits), key=lambda plan: plan.decode.seconds, default=None)
 
     @property
-    def least_loss(self) -> SchemePlan | None:
+    def least_loss(self) -> SchemeEstimate | None:
         """The fitting scheme with the smallest measured KL; None: no scheme that fits was measured."""
         measured = [(plan.measured_kl, plan) for plan in self.schemes if plan.fits]
         known = [(kl, plan) for kl, plan in measured if kl is not None]
         return min(known, key=lambda pair: pair[0])[1] if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
+        """Return the estimate as JSON values."""
         fastest, least_loss = self.fastest, self.least_loss
         return {
             "path": self.path,
@@ -160,7 +154,6 @@ class ModelPlan(ShortReport):
             "state": self.state,
             "schemes": [plan.to_dict() for plan in self.schemes],
             "refused": self.refused,
-            "overtaking": self.overtaking,
             "fastest": None if fastest is None else fastest.scheme,
             "least_loss": None if least_loss is None else least_loss.scheme,
             "notes": list(self.notes),

@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 from minifloat.checkpoint.hub import open_headers
 from minifloat.checkpoint.hub.ids import hub_id
 from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, Target, check_checkpoint, vllm_plugin
-from minifloat.deploy.diagnosis.gpu import find_gpus
+from minifloat.deploy.diagnosis.machine import find_gpus
 from minifloat.errors import UsageError
 from minifloat.model.layouts import READERS
 from minifloat.serve.server.settings import ServerSettings

@@ -16,7 +16,7 @@ from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import calibrate
 from minifloat.checkpoint import Checkpoint
-from minifloat.deploy.estimate import ModelPlan, SchemePlan, plan_model
+from minifloat.deploy.estimate import ModelPlan, PlanOptions, SchemeEstimate, plan_model
 from minifloat.errors import (
     AlreadyQuantizedError,
     ConfigError,
@@ -40,7 +40,7 @@ _TABLE = 128256 * 8192
 _NORMS = (2 * 80 + 1) * 8192
 
 
-def scheme_of(plan: ModelPlan, name: str) -> SchemePlan:
+def scheme_of(plan: ModelPlan, name: str) -> SchemeEstimate:
     return next(candidate for candidate in plan.schemes if candidate.scheme == name)
 
 
@@ -70,7 +70,7 @@ def test_weight_bytes_of_a_70b_llama_agree_with_arithmetic_by_hand(llama_70b: Pa
 
 
 def test_one_h100_holds_70b_in_four_bits_only(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, hardware="h100", context=4096)
+    plan = plan_model(llama_70b, hardware="h100", options=PlanOptions(context=4096))
     fitting = [scheme_plan.scheme for scheme_plan in plan.schemes if scheme_plan.fits]
     assert fitting == ["mxfp4", "nvfp4", "mxfp4-w4a8", "mxfp4-w4a4", "nvfp4-w4a4"]
     assert plan.fastest is not None
@@ -107,15 +107,15 @@ def test_the_needed_devices_hold_the_model_and_half_as_many_do_not(llama_70b: Pa
         scheme = scheme_of(one, name)
         assert not scheme.fits
         assert scheme.needed_gpus == 2  # 141 GB and 73 GB on devices with 72 GB usable: the batch is one sequence
-        assert scheme_of(plan_model(llama_70b, hardware="h100", gpus=2), name).fits
+        assert scheme_of(plan_model(llama_70b, hardware="h100", options=PlanOptions(gpus=2)), name).fits
     assert scheme_of(one, "mxfp4").needed_gpus is None  # it fits
     small = plan_model(llama_70b, hardware="rtx4090")
     assert scheme_of(small, "bf16").needed_gpus == 8  # 64 heads: 3, 5, 6 and 7 devices cannot share them
-    assert not scheme_of(plan_model(llama_70b, hardware="rtx4090", gpus=4), "bf16").fits
+    assert not scheme_of(plan_model(llama_70b, hardware="rtx4090", options=PlanOptions(gpus=4)), "bf16").fits
 
 
 def test_the_least_loss_is_that_of_the_smallest_measured_divergence(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, hardware="h100", gpus=2, batch=32)
+    plan = plan_model(llama_70b, hardware="h100", options=PlanOptions(gpus=2, batch=32))
     least = plan.least_loss
     assert least is not None
     divergences = {scheme.scheme: scheme.measured_kl for scheme in plan.schemes}
@@ -126,21 +126,23 @@ def test_the_least_loss_is_that_of_the_smallest_measured_divergence(llama_70b: P
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(llama_70b: Path) -> None:
-    found = scheme_of(plan_model(llama_70b, "mxfp4", "h100", context=4096), "mxfp4").largest_batch
+    found = scheme_of(plan_model(llama_70b, "mxfp4", "h100", PlanOptions(context=4096)), "mxfp4").largest_batch
     assert found > 1
-    assert scheme_of(plan_model(llama_70b, "mxfp4", "h100", context=4096, batch=found), "mxfp4").fits
-    assert not scheme_of(plan_model(llama_70b, "mxfp4", "h100", context=4096, batch=found + 1), "mxfp4").fits
+    assert scheme_of(plan_model(llama_70b, "mxfp4", "h100", PlanOptions(context=4096, batch=found)), "mxfp4").fits
+    assert not scheme_of(
+        plan_model(llama_70b, "mxfp4", "h100", PlanOptions(context=4096, batch=found + 1)), "mxfp4"
+    ).fits
 
 
 def test_the_largest_context_fits_and_one_more_does_not(llama_70b: Path) -> None:
-    found = scheme_of(plan_model(llama_70b, "mxfp4", "h100", batch=8), "mxfp4").largest_context
+    found = scheme_of(plan_model(llama_70b, "mxfp4", "h100", PlanOptions(batch=8)), "mxfp4").largest_context
     assert 1 < found < 131072
-    assert scheme_of(plan_model(llama_70b, "mxfp4", "h100", batch=8, context=found), "mxfp4").fits
-    assert not scheme_of(plan_model(llama_70b, "mxfp4", "h100", batch=8, context=found + 1), "mxfp4").fits
+    assert scheme_of(plan_model(llama_70b, "mxfp4", "h100", PlanOptions(batch=8, context=found)), "mxfp4").fits
+    assert not scheme_of(plan_model(llama_70b, "mxfp4", "h100", PlanOptions(batch=8, context=found + 1)), "mxfp4").fits
 
 
 def test_memory_is_taken_by_weights_caches_and_activations(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, "fp8-block", "h200", context=4096, batch=4, keep_free=0.25)
+    plan = plan_model(llama_70b, "fp8-block", "h200", PlanOptions(context=4096, batch=4, keep_free=0.25))
     assert plan.usable == 105_750_000_000
     for scheme_plan in plan.schemes:
         assert scheme_plan.taken == scheme_plan.device_weights + scheme_plan.cache + scheme_plan.activations
@@ -149,7 +151,7 @@ def test_memory_is_taken_by_weights_caches_and_activations(llama_70b: Path) -> N
 
 
 def test_decode_takes_the_bytes_over_the_bandwidth(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, "mxfp4", "h200", context=4096, batch=2)
+    plan = plan_model(llama_70b, "mxfp4", "h200", PlanOptions(context=4096, batch=2))
     cache = 2 * 80 * 8 * 128 * 2 * 4096  # keys and values, layers, heads, width, bytes, tokens
     read = _LINEARS // 2 + _LINEARS // 32 + 2 * (_TABLE + _NORMS) + 2 * cache  # the embedding is looked up, not read
     decode = scheme_of(plan, "mxfp4").decode
@@ -165,7 +167,7 @@ def test_decode_takes_the_bytes_over_the_bandwidth(llama_70b: Path) -> None:
 
 
 def test_prefill_is_compute_bound_and_twice_as_fast_in_fp8(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, hardware="h200", context=4096)
+    plan = plan_model(llama_70b, hardware="h200", options=PlanOptions(context=4096))
     attention = 4 * 80 * 64 * 128 * 4096 * 4097 // 2
     linears, rest = 2 * _LINEARS * 4096, attention + 2 * _TABLE
     assert scheme_of(plan, "fp8").prefill.seconds == pytest.approx((linears + rest) / 989.5e12)
@@ -175,33 +177,14 @@ def test_prefill_is_compute_bound_and_twice_as_fast_in_fp8(llama_70b: Path) -> N
     assert scheme_of(plan, "fp8-dynamic").arithmetic == "E4M3"
 
 
-def test_w8a8_overtakes_weight_only_at_the_batch_where_weight_only_becomes_compute_bound(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, hardware="h100", context=128)
-    assert plan.overtaking == "fp8-dynamic"
-    weights = scheme_of(plan, "fp8").weights - 2 * _TABLE  # what a step reads
-    multiplied = 2 * (_LINEARS + _TABLE)
-    by_hand = weights / 3.35e12 / (multiplied / 989.5e12)
-    assert scheme_of(plan, "fp8").linears_overtaken_from == int(by_hand) + 1
-    assert scheme_of(plan, "bf16").linears_overtaken_from == 1
-    cache, attention = 2 * 80 * 8 * 128 * 2 * 128, 4 * 80 * 64 * 128 * 128
-    with_cache = weights / 3.35e12 / ((multiplied + attention) / 989.5e12 - cache / 3.35e12)
-    assert scheme_of(plan, "mxfp4").overtaken_from == int(with_cache) + 1
-    assert scheme_of(plan, "fp8-static").overtaken_from is None
-
-
-def test_long_contexts_keep_every_batch_memory_bound(llama_70b: Path) -> None:
-    assert scheme_of(plan_model(llama_70b, "fp8", "h100", context=32768), "fp8").overtaken_from is None
-
-
 def test_without_fp8_arithmetic_everything_is_weight_only(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, hardware="a100-80", gpus=4)
+    plan = plan_model(llama_70b, hardware="a100-80", options=PlanOptions(gpus=4))
     assert {scheme_plan.arithmetic for scheme_plan in plan.schemes} == {"BF16"}
-    assert plan.overtaking is None
     assert any("weight-only" in note for note in plan.notes)
 
 
 def test_a_mixture_counts_active_and_total_weights_apart(mixtral: Path) -> None:
-    plan = plan_model(mixtral, hardware="h200", context=1024)
+    plan = plan_model(mixtral, hardware="h200", options=PlanOptions(context=1024))
     expert = 3 * 4096 * 14336
     rest = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 8 * 4096 + 2 * 4096) + 2 * 32000 * 4096 + 4096
     assert plan.counts.total == 32 * 8 * expert + rest == 46_702_792_704
@@ -209,12 +192,12 @@ def test_a_mixture_counts_active_and_total_weights_apart(mixtral: Path) -> None:
     decode = scheme_of(plan, "bf16").decode
     cache = 2 * 32 * 8 * 128 * 2 * 1024
     assert decode.cost.nbytes == pytest.approx(2 * (32 * 2 * expert + rest - 32000 * 4096) + cache)
-    everyone = plan_model(mixtral, "fp8", "h200", context=1024, batch=256).schemes[0].decode
+    everyone = plan_model(mixtral, "fp8", "h200", PlanOptions(context=1024, batch=256)).schemes[0].decode
     assert everyone.cost.nbytes == pytest.approx(2 * (32 * 8 * expert + rest - 32000 * 4096) + 256 * cache, rel=1e-9)
 
 
 def test_devices_share_weights_and_copy_what_cannot_be_divided(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, hardware="h100", gpus=16)
+    plan = plan_model(llama_70b, hardware="h100", options=PlanOptions(gpus=16))
     divided = 80 * (2 * _Q + 3 * _MLP) // 16 + 2 * _TABLE // 16
     copied = 80 * 2 * _KV // 8 + _NORMS  # 8 key-value heads on 16 devices: one each
     assert scheme_of(plan, "bf16").device_weights == 2 * (divided + copied)
@@ -228,7 +211,7 @@ def test_devices_share_weights_and_copy_what_cannot_be_divided(llama_70b: Path) 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_one_device_has_all_bytes_and_two_have_no_fewer(scheme: str, gpus: int) -> None:
-    for scheme_plan in plan_model(STORYBOOK, scheme, "h100", gpus=gpus).schemes:
+    for scheme_plan in plan_model(STORYBOOK, scheme, "h100", PlanOptions(gpus=gpus)).schemes:
         assert scheme_plan.device_weights * gpus >= scheme_plan.weights
         assert scheme_plan.device_weights * gpus <= scheme_plan.weights * (1 if gpus == 1 else 1.02)
 
@@ -250,7 +233,7 @@ def test_predicted_bytes_are_those_that_quantize_writes(scheme: str, calibration
 
 
 def test_scales_of_an_fp8_cache_are_counted(calibration: Calibration, tmp_path: Path) -> None:
-    predicted = scheme_of(plan_model(STORYBOOK, "mxfp4", "h100", kv_cache_dtype="fp8"), "mxfp4").weights
+    predicted = scheme_of(plan_model(STORYBOOK, "mxfp4", "h100", PlanOptions(kv_cache_dtype="fp8")), "mxfp4").weights
     quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", calibration=calibration, kv_cache=True)
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         assert predicted == sum(info.nbytes for info in checkpoint.tensors.values())
@@ -268,7 +251,8 @@ def test_predicted_bytes_of_mixtures_are_those_that_quantize_writes(
 
 def test_a_config_alone_gives_the_figures_of_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((STORYBOOK / "config.json").read_text())
-    estimated, read = (plan_model(path, hardware="h100", context=512) for path in (tmp_path, STORYBOOK))
+    options = PlanOptions(context=512)
+    estimated, read = (plan_model(path, hardware="h100", options=options) for path in (tmp_path, STORYBOOK))
     assert (estimated.estimated, read.estimated) == (True, False)
     assert [scheme_plan.weights for scheme_plan in estimated.schemes] == [
         scheme_plan.weights for scheme_plan in read.schemes
@@ -306,7 +290,7 @@ def test_wrong_arguments_are_refused_with_their_names(
         ("keep_free", {"keep_free": 1.0}),
     ):
         with pytest.raises(UsageError, match=message):
-            plan_model(llama_70b, hardware="h100", **more)  # type: ignore[arg-type]
+            plan_model(llama_70b, hardware="h100", options=PlanOptions(**more))  # type: ignore[arg-type]
     make_config({"model_type": "no_such_model"})
     with pytest.raises(ConfigError, match="does not have it; install a version that does; a folder with its weights"):
         plan_model(llama_70b, hardware="h100")
@@ -318,7 +302,8 @@ def test_wrong_arguments_are_refused_with_their_names(
 def test_a_quantized_model_is_planned_as_it_is_and_not_quantized_again(scheme: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     quantize_checkpoint(STORYBOOK, out, scheme)
-    before, after = plan_model(STORYBOOK, scheme, "h100", gpus=2), plan_model(out, hardware="h100", gpus=2)
+    two = PlanOptions(gpus=2)
+    before, after = plan_model(STORYBOOK, scheme, "h100", two), plan_model(out, hardware="h100", options=two)
     assert after.counts == before.counts
     planned, stored = before.schemes[-1], after.schemes[0]
     assert [scheme_plan.scheme for scheme_plan in after.schemes] == [scheme]
@@ -339,7 +324,7 @@ def test_golden_checkpoints_of_other_tools_are_planned(folder: str) -> None:
 
 
 def test_repeated_layers_and_experts_are_all_counted(make_config: Callable[..., Path]) -> None:
-    plan = plan_model(make_config(DEEPSEEK_V3), hardware="h200", gpus=8)
+    plan = plan_model(make_config(DEEPSEEK_V3), hardware="h200", options=PlanOptions(gpus=8))
     assert plan.counts.total == 671_026_419_200  # what its authors publish, 671B and 37B
     assert plan.counts.active == 37_552_297_472
     latent = 61 * (512 + 64) * 2
@@ -357,20 +342,21 @@ def test_planning_imports_no_torch(llama_70b: Path) -> None:
 
 
 def test_the_plan_is_json(llama_70b: Path) -> None:
-    plan = json.loads(json.dumps(plan_model(llama_70b, hardware="b200", gpus=2).to_dict()))
+    plan = json.loads(json.dumps(plan_model(llama_70b, hardware="b200", options=PlanOptions(gpus=2)).to_dict()))
     assert plan["hardware"]["peaks"] == {"BF16": 2250e12, "E4M3": 4500e12, "E2M1": 9000e12}
     assert plan["schemes"][0]["decode"]["tokens_per_second"] > 0
     assert any("--linear-backend marlin" in note for note in plan["notes"])
 
 
 def test_notes_name_what_the_figures_leave_out(make_config: Callable[..., Path]) -> None:
-    plan = plan_model(make_config(LLAMA_70B, quantization_config={"quant_method": "fp8"}), hardware="h100", gpus=2)
+    folder = make_config(LLAMA_70B, quantization_config={"quant_method": "fp8"})
+    plan = plan_model(folder, hardware="h100", options=PlanOptions(gpus=2))
     for words in ("No weights here", "declares weights in fp8", "Communication"):
         assert any(words in note for note in plan.notes)
 
 
 def test_commands_make_and_serve_the_checkpoint(llama_70b: Path) -> None:
-    plan = plan_model(llama_70b, "fp8-static", "h100", gpus=2, context=8192, batch=4, kv_cache_dtype="fp8")
+    plan = plan_model(llama_70b, "fp8-static", "h100", PlanOptions(gpus=2, context=8192, batch=4, kv_cache_dtype="fp8"))
     assert plan.schemes[-1].commands == (
         f"minifloat quantize {llama_70b} OUT --scheme fp8-static --calibration TEXT --kv-cache fp8",
         "minifloat serve OUT --engine vllm --tensor-parallel-size 2 --max-model-len 8192 --max-num-seqs 4 "

@@ -11,7 +11,7 @@ import pytest
 from fake_hub import TOKEN, FakeHub, Repo
 from huggingface_hub import ModelCard
 
-from minifloat.deploy.publish.push import push_checkpoint
+from minifloat.deploy.publish import PushOptions, push_checkpoint
 from minifloat.errors import MinifloatError, UnsafeFileError
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -181,7 +181,7 @@ def test_an_incomplete_folder_is_refused(copy: Copy, name: str, content: str | N
     if content is not None:
         (folder / name).write_text(content)
     with pytest.raises(MinifloatError, match=message):
-        push_checkpoint(folder, "me/x", dry_run=True)
+        push_checkpoint(folder, "me/x", PushOptions(dry_run=True))
 
 
 def test_a_link_that_leads_out_of_the_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(copy: Copy, tmp_path: Pa
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "secret")
     with pytest.raises(UnsafeFileError, match="leaves the folder"):
-        push_checkpoint(folder, "me/x", license="mit", dry_run=True)
+        push_checkpoint(folder, "me/x", PushOptions(license="mit", dry_run=True))

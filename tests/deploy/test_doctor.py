@@ -15,11 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 from minifloat.commands.main import main
-from minifloat.deploy.diagnosis import doctor, packages
-from minifloat.deploy.diagnosis.examination import advice
-from minifloat.deploy.diagnosis.fit import fitting
-from minifloat.deploy.diagnosis.gpu import Gpu, find_gpus
-from minifloat.deploy.diagnosis.machine import Machine, huge_pages, memory_limit, not_built, processor_name
+from minifloat.deploy.diagnosis import advice, doctor, fitting, packages
+from minifloat.deploy.diagnosis.machine import (
+    Gpu,
+    Machine,
+    find_gpus,
+    huge_pages,
+    memory_limit,
+    not_built,
+    processor_name,
+)
 
 GOOD = Machine(
     processor="A processor",
@@ -157,7 +162,7 @@ def test_the_command_prints_what_the_function_found_and_ends_with_what_to_do() -
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     of_users = {
         extra: names
         for extra, names in project["optional-dependencies"].items()

@@ -68,17 +68,43 @@ class PushReport(ShortReport):
         return asdict(self) | {"left": list(self.left), "notes": list(self.notes), "nbytes": self.nbytes}
 
 
+@dataclass(frozen=True)
+class PushOptions:
+    """How `push_checkpoint` uploads, and metadata for a card that lacks it.
+
+    Attributes:
+        private: Create a new repository as private; an existing one must be private.
+        revision: The branch to commit to, created if it does not exist; by default the default branch.
+        message: Commit message.
+        create_pr: Open a pull request instead of committing.
+        base_model: Base model for a card that names none.
+        license: Licence for a card that names none: an identifier of the hub, or ``other``.
+        dry_run: Write and send nothing.
+    """
+
+    private: bool = False
+    revision: str | None = None
+    message: str | None = None
+    create_pr: bool = False
+    base_model: str | None = None
+    license: str | None = None
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a pull request against a branch."""
+        if self.create_pr and self.revision is not None:
+            raise UsageError("a pull request is opened against the default branch; leave out the revision")
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata that is given for the card."""
+        return {key: value for key in _OPTIONS if (value := getattr(self, key))}
+
+
 def push_checkpoint(
     folder: str | os.PathLike[str],
     repo_id: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
-    message: str | None = None,
-    create_pr: bool = False,
-    base_model: str | None = None,
-    license: str | None = None,  # named like the key in the card
-    dry_run: bool = False,
+    options: PushOptions = PushOptions(),  # noqa: B008: frozen
 ) -> PushReport:
     """Upload a checkpoint to the hub, and create the repository if it does not exist.
 
@@ -88,28 +114,19 @@ def push_checkpoint(
     Args:
         folder: A checkpoint.
         repo_id: ``ORG/NAME``.
-        private: Create a new repository as private; an existing one must be private.
-        revision: The branch to commit to, created if it does not exist; by default the default branch.
-        message: Commit message.
-        create_pr: Open a pull request instead of committing.
-        base_model: Base model for a card that names none.
-        license: Licence for a card that names none: an identifier of the hub, or ``other``.
-        dry_run: Write and send nothing.
+        options: How to upload, and the card's metadata.
 
     Raises:
-        UsageError: If the request is invalid, or the card lacks metadata that the arguments do not give.
+        UsageError: If the request is invalid, or the card lacks metadata that the options do not give.
         CheckpointError: If a file of the checkpoint is invalid, or the folder has no card.
         HubError: If the hub refuses a request or cannot be reached.
         StorageError: If the operating system refuses.
     """
     if not is_hub_id(repo_id):
         raise UsageError(f"expected the id of a model of the hub, ORG/NAME, got {repo_id!r}")
-    if create_pr and revision is not None:
-        raise UsageError("a pull request is opened against the default branch; leave out the revision")
     with Checkpoint.open(folder) as checkpoint:
         quantized = describe(checkpoint).layout is not None
-        options = {"license": license, "base_model": base_model}
-        card = _completed_card(checkpoint, {key: value for key, value in options.items() if value}, quantized=quantized)
+        card = _completed_card(checkpoint, options.metadata, quantized=quantized)
         if BEGIN.encode() in card.content:
             engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
             card = card.with_section(deployment_section(engines, repo_id))
@@ -117,13 +134,13 @@ def push_checkpoint(
     uploaded = {name.partition("/")[0] for name in files}
     left = tuple(sorted(name for name in list_folder(checkpoint.path) if name not in uploaded))
     report = PushReport(repo_id, files, left, () if quantized else ("The checkpoint is not quantized.",))
-    if dry_run:
+    if options.dry_run:
         return report
     card.require_models()
     card.write()
-    with hub_errors(Origin(repo_id, revision), looked_up=False):
+    with hub_errors(Origin(repo_id, options.revision), looked_up=False):
         try:
-            url = _upload(checkpoint.path, report, private, revision, message, create_pr)
+            url = _upload(checkpoint.path, report, options)
         except (ValueError, RuntimeError) as error:  # the hub refuses the metadata, or all retries failed
             raise HubError(repo_id, f"{first_line(error)}: {first_line(error.__cause__ or error)}") from error
     return replace(report, url=url)
@@ -219,24 +236,22 @@ def _completed_card(checkpoint: Checkpoint, options: Mapping[str, str], *, quant
     return card
 
 
-def _upload(
-    root: Path, report: PushReport, private: bool, revision: str | None, message: str | None, create_pr: bool
-) -> str:
+def _upload(root: Path, report: PushReport, options: PushOptions) -> str:
     """Create the repository and upload; return the address of the commit or of the pull request."""
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="minifloat")
-    api.create_repo(report.repo_id, private=private or None, exist_ok=True)
-    if private and not api.model_info(report.repo_id).private:
+    api.create_repo(report.repo_id, private=options.private or None, exist_ok=True)
+    if options.private and not api.model_info(report.repo_id).private:
         raise HubError(report.repo_id, "exists and is public; make it private there, or leave out --private")
-    if revision is not None:
-        api.create_branch(report.repo_id, branch=revision, exist_ok=True)
+    if options.revision is not None:
+        api.create_branch(report.repo_id, branch=options.revision, exist_ok=True)
     commit = api.upload_folder(
         repo_id=report.repo_id,
         folder_path=root,
         allow_patterns=[glob.escape(name) for name in report.files],
-        revision=revision,
-        commit_message=message or "Upload a checkpoint by minifloat",
-        create_pr=create_pr,
+        revision=options.revision,
+        commit_message=options.message or "Upload a checkpoint by minifloat",
+        create_pr=options.create_pr,
     )
     return str(commit.pr_url or commit.commit_url)

@@ -1,4 +1,4 @@
-"""`plan_model`: plan one model on one kind of machine, under every scheme."""
+"""`plan_model`: the estimate of one model on one kind of machine, under every scheme."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from minifloat.deploy.estimate.cache import ENGINE_BLOCK, cache_bytes, state_bytes
 from minifloat.deploy.estimate.hardware import CPU, Hardware, get_hardware
 from minifloat.deploy.estimate.known_loss import known_losses
 from minifloat.deploy.estimate.memory import STEP_TOKENS, DeviceMemory, activation_bytes, devices_needed
-from minifloat.deploy.estimate.model_plan import CachePlan, ModelPlan, SchemePlan
+from minifloat.deploy.estimate.model_plan import CacheEstimate, ModelPlan, SchemeEstimate
 from minifloat.deploy.estimate.model_source import ModelSource, open_source
-from minifloat.deploy.estimate.roofline import Bound, bound, smallest
-from minifloat.deploy.estimate.shape import ModelShape, model_shape
-from minifloat.deploy.estimate.steps import arithmetic, decode_cost, prefill_cost
+from minifloat.deploy.estimate.roofline import Bound, arithmetic, bound, decode_cost, prefill_cost
+from minifloat.deploy.estimate.shape import ENGINE_BLOCK, ModelShape, cache_bytes, model_shape, state_bytes
 from minifloat.deploy.estimate.weights import Weights, check_parallel, count, weigh
-from minifloat.errors import MinifloatError, TensorError, UsageError
+from minifloat.errors import TensorError, UsageError
 from minifloat.model.layouts import choose_writer, compressed_tensors
 from minifloat.model.plan.overrides import KEEP
 from minifloat.model.plan.quantization import make_plan
@@ -31,15 +29,51 @@ ALL = "all"
 KV_ELEMENTS = {"bfloat16": BFLOAT16, "fp8": E4M3}
 #: Default context, in tokens, of models with as many positions.
 _CONTEXT = 4096
-#: Upper limit of the search for the batch at which one scheme overtakes another.
-_LARGEST_BATCH = 1 << 20
-#: The W8A8 scheme that other schemes are compared with.
-_W8A8 = "fp8-dynamic"
+_GIGA, _TERA = 10**9, 10**12
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The load and the limits that `plan_model` estimates for.
+
+    Attributes:
+        gpus: Number of devices that share the model by tensor parallelism.
+        context: Tokens of every sequence; by default 4096, or the model's positions if they are fewer.
+        batch: Number of sequences that run together.
+        kv_cache_dtype: Format of the KV cache: ``"bfloat16"`` or ``"fp8"``.
+        keep_free: Share of memory for everything that is not counted.
+        bandwidth: GB/s of a named device, in place of its data sheet's or the measured one.
+        peak: Dense BF16 TFLOP/s of a named device, in place of its data sheet's or the measured one.
+    """
+
+    gpus: int = 1
+    context: int | None = None
+    batch: int = 1
+    kv_cache_dtype: str = "bfloat16"
+    keep_free: float = 0.1
+    bandwidth: float | None = None
+    peak: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that are wrong for every model."""
+        if self.kv_cache_dtype not in KV_ELEMENTS:
+            raise UsageError(f"kv_cache_dtype: expected one of {', '.join(KV_ELEMENTS)}, got {self.kv_cache_dtype!r}")
+        if not 0 <= self.keep_free < 1:
+            raise UsageError(f"keep_free: expected a share of the memory from 0 to 1, got {self.keep_free}")
+        if self.batch < 1:
+            raise UsageError(f"batch: expected at least 1, got {self.batch}")
+
+    def device(self, hardware: str | Hardware) -> Hardware:
+        """Return the device of a name, with the speeds of these options."""
+        if isinstance(hardware, Hardware):
+            return hardware
+        bandwidth = None if self.bandwidth is None else self.bandwidth * _GIGA
+        return get_hardware(hardware, bandwidth=bandwidth, peak=None if self.peak is None else self.peak * _TERA)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The model, the machine and the load that all schemes are planned for."""
+    """The model, the machine and the load that all schemes are estimated for."""
 
     shape: ModelShape
     hardware: Hardware
@@ -57,7 +91,7 @@ class _Request:
         return bound(prefill_cost(weights, self.shape, element, self.element, self.context, self.gpus), self.hardware)
 
     def memory(self, weights: Weights, element: ElementFormat, gpus: int | None = None) -> DeviceMemory:
-        """Return the memory of one of `gpus` devices, by default of those that are planned."""
+        """Return the memory of one of `gpus` devices, by default of those of the request."""
         return DeviceMemory(self.hardware, self.keep_free, self.shape, weights.device, element, gpus or self.gpus)
 
 
@@ -65,30 +99,18 @@ def plan_model(
     model: str | os.PathLike[str],
     scheme: str = ALL,
     hardware: str | Hardware = CPU,
+    options: PlanOptions = PlanOptions(),  # noqa: B008: frozen
     *,
-    gpus: int = 1,
-    context: int | None = None,
-    batch: int = 1,
-    kv_cache_dtype: str = "bfloat16",
-    keep_free: float = 0.1,
-    bandwidth: float | None = None,
-    peak: float | None = None,
     revision: str | None = None,
 ) -> ModelPlan:
-    """Plan the bytes, the fit and the least step times of a model, from its config and headers.
+    """Estimate the bytes, the fit and the least step times of a model, from its config and headers.
 
     Args:
         model: A checkpoint, or a folder with only its config; either may be on the hub, where weights stay. A model
             that is already quantized, by whatever tool, is planned as it is.
         scheme: A name of `SCHEMES`, or ``"all"``; both include the model as it is. ``"bf16"``: only the model as it is.
         hardware: A name of `PLANNED_HARDWARE`, or a device of your own.
-        gpus: Number of devices that share the model by tensor parallelism.
-        context: Tokens of every sequence; by default 4096, or the model's positions if they are fewer.
-        batch: Number of sequences that run together.
-        kv_cache_dtype: ``"bfloat16"`` or ``"fp8"``.
-        keep_free: Share of memory for everything that is not counted.
-        bandwidth: Bytes per second of a named device, in place of its data sheet's.
-        peak: BF16 operations per second of a named device, in place of its data sheet's or the measured one.
+        options: The load and the limits.
         revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
 
     Raises:
@@ -99,37 +121,30 @@ def plan_model(
         TensorError: `scheme` names a scheme that cannot quantize a tensor.
     """
     schemes = list(SCHEMES.values()) if scheme == ALL else [] if scheme == KEEP else [get_scheme(scheme)]
-    if kv_cache_dtype not in KV_ELEMENTS:
-        raise UsageError(f"kv_cache_dtype: expected one of {', '.join(KV_ELEMENTS)}, got {kv_cache_dtype!r}")
-    if not 0 <= keep_free < 1:
-        raise UsageError(f"keep_free: expected a share of the memory from 0 to 1, got {keep_free}")
-    device = get_hardware(hardware, bandwidth=bandwidth, peak=peak) if isinstance(hardware, str) else hardware
+    device = options.device(hardware)
     source = open_source(model, revision=revision)
     shape = model_shape(source.config, source.path)
-    check_parallel(shape, gpus)
-    tokens = _context(shape, context)
-    if batch < 1:
-        raise UsageError(f"batch: expected at least 1, got {batch}")
-    request = _Request(shape, device, KV_ELEMENTS[kv_cache_dtype], tokens, batch, gpus, keep_free)
+    check_parallel(shape, options.gpus)
+    context = _context(shape, options.context)
+    element = KV_ELEMENTS[options.kv_cache_dtype]
+    request = _Request(shape, device, element, context, options.batch, options.gpus, options.keep_free)
     candidates, refused = _candidates(source, schemes, request, strict=scheme != ALL)
-    w8a8 = _w8a8_weights(source, candidates, request)
     return ModelPlan(
         path=str(model),
         architecture=_architecture(source),
         estimated=source.estimated,
         counts=count(source.plans, source.copies, shape),
         hardware=device,
-        gpus=gpus,
-        keep_free=keep_free,
-        context=tokens,
-        batch=batch,
+        gpus=options.gpus,
+        keep_free=options.keep_free,
+        context=context,
+        batch=options.batch,
         positions=shape.positions,
-        kv_element=request.element,
+        kv_element=element,
         caches=tuple(_cache(request, element) for element in KV_ELEMENTS.values()),
         state=state_bytes(shape.cache),
-        schemes=tuple(_scheme_plan(str(model), candidate, w8a8, request) for candidate in candidates),
+        schemes=tuple(_scheme_estimate(str(model), candidate, request) for candidate in candidates),
         refused=refused,
-        overtaking=None if w8a8 is None else _W8A8,
         notes=_notes(source, schemes, request),
     )
 
@@ -201,26 +216,12 @@ def _weigher(source: ModelSource, scheme: Scheme, request: _Request) -> Callable
     return partial(weigh, plan.tensors, source.copies, writer, request.shape)
 
 
-def _w8a8_weights(source: ModelSource, candidates: Sequence[_Candidate], request: _Request) -> Weights | None:
-    """Return the weights of the W8A8 scheme that others are compared with; None without FP8 arithmetic."""
-    scheme = SCHEMES[_W8A8]
-    if arithmetic(scheme, request.hardware) is BFLOAT16:
-        return None
-    for candidate in candidates:
-        if candidate.name == _W8A8:
-            return candidate.weights
-    try:
-        return _weigher(source, scheme, request)(request.gpus)
-    except MinifloatError:
-        return None
-
-
-def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, request: _Request) -> SchemePlan:
+def _scheme_estimate(model: str, candidate: _Candidate, request: _Request) -> SchemeEstimate:
     weights, element = candidate.weights, arithmetic(candidate.scheme, request.hardware)
     memory = request.memory(weights, request.element)
     context, batch = request.context, request.batch
     fits = memory.fits(context, batch)
-    return SchemePlan(
+    return SchemeEstimate(
         scheme=candidate.name,
         weights=weights.total,
         device_weights=weights.device,
@@ -235,15 +236,13 @@ def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, reques
         arithmetic=element.name,
         decode=request.decode(weights, element, batch, context),
         prefill=request.prefill(weights, element),
-        overtaken_from=_overtaken(weights, element, w8a8, request, context),
-        linears_overtaken_from=_overtaken(weights, element, w8a8, request, context=0),
         commands=_commands(model, candidate, memory, request),
         losses=known_losses(candidate.name) if candidate.needs_quantize else (),
     )
 
 
 def _needed_gpus(candidate: _Candidate, request: _Request) -> int | None:
-    """Return the smallest number of devices that hold a model that the planned number does not hold."""
+    """Return the smallest number of devices that hold a model that the given number does not hold."""
 
     def fits(gpus: int) -> bool:
         memory = request.memory(candidate.weigh(gpus), request.element, gpus)
@@ -252,24 +251,9 @@ def _needed_gpus(candidate: _Candidate, request: _Request) -> int | None:
     return devices_needed(request.shape, request.gpus, fits)
 
 
-def _overtaken(
-    weights: Weights, element: ElementFormat, w8a8: Weights | None, request: _Request, context: int
-) -> int | None:
-    """Return the batch from which the W8A8 step is faster; None: it never is, or both multiply in the same format."""
-    fast = arithmetic(SCHEMES[_W8A8], request.hardware)
-    if w8a8 is None or element is fast:
-        return None
-
-    def slower(batch: int) -> bool:
-        mine = request.decode(weights, element, batch, context)
-        return mine.seconds > request.decode(w8a8, fast, batch, context).seconds
-
-    return smallest(slower, _LARGEST_BATCH)
-
-
-def _cache(request: _Request, element: ElementFormat) -> CachePlan:
+def _cache(request: _Request, element: ElementFormat) -> CacheEstimate:
     layers, context, batch = request.shape.cache, request.context, request.batch
-    return CachePlan(
+    return CacheEstimate(
         element.name,
         cache_bytes(layers, 1, element),
         cache_bytes(layers, context, element),
@@ -305,7 +289,7 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
     """Return sentences about the assumptions and omissions of the figures of this request."""
     hardware, notes = request.hardware, [*source.notes, *request.shape.notes]
     if source.stored is not None:
-        notes.append("The model is already quantized, and planned as it is.")
+        notes.append("The model is already quantized, and estimated as it is.")
     if not hardware.peaks:
         notes.append(f"The peak of {hardware.name} is unknown: only its bandwidth bounds the figures.")
     elif any(s.activation is not None for s in schemes) and E4M3 not in hardware.peaks:
@@ -313,7 +297,7 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
     four_bit = any(s.weight.element is E2M1 for s in schemes)
     if four_bit and E2M1 in hardware.peaks:
         notes.append(
-            f"{hardware.name} multiplies FP4 too. Weight-only schemes leave inputs in BF16, and are planned so; "
+            f"{hardware.name} multiplies FP4 too. Weight-only schemes leave inputs in BF16, and are estimated so; "
             "vLLM rounds the inputs of mxfp4 to FP4 there, unless --linear-backend marlin forbids it."
         )
     if request.shape.experts:

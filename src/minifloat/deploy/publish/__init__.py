@@ -1,1 +1,0 @@
-"""Publishing: upload of a quantized model folder to the hub."""
