@@ -104,7 +104,7 @@ class PushOptions:
 def push_checkpoint(
     folder: str | os.PathLike[str],
     repo_id: str,
-    options: PushOptions = PushOptions(),  # noqa: B008: frozen
+    options: PushOptions = PushOptions(),
 ) -> PushReport:
     """Upload a checkpoint to the hub, and create the repository if it does not exist.
 

@@ -3,7 +3,7 @@
     estimator.py, model_plan.py        plan_model, its options and its result
     model_source.py, config_tensors.py the tensors of a model: from headers, or from its config
     meta_model.py                      tensors and caches of any architecture, from transformers on the meta device
-    shape.py, weights.py, memory.py    sizes and caches, bytes of weights, what fits a device
+    shape.py, cache.py, weights.py, memory.py  sizes, bytes of caches and weights, what fits a device
     hardware.py, roofline.py           machines, the cost of a step and its least time
     known_loss.py                      what the schemes were measured to lose
 

@@ -15,8 +15,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minifloat.deploy.estimate.cache import cache_bytes, state_bytes
 from minifloat.deploy.estimate.hardware import Hardware
-from minifloat.deploy.estimate.shape import ModelShape, cache_bytes, state_bytes
+from minifloat.deploy.estimate.shape import ModelShape
 from minifloat.deploy.estimate.weights import check_parallel
 from minifloat.errors import UsageError
 from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat

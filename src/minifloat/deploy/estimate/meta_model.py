@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minifloat.checkpoint import CONFIG_FILE, OutputTensor
-from minifloat.deploy.estimate.shape import STATE_OPERATIONS, CacheLayer
+from minifloat.deploy.estimate.cache import STATE_OPERATIONS, CacheLayer
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.full_config import quiet_transformers
 

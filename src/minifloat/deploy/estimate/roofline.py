@@ -13,14 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minifloat.deploy.estimate.cache import attention_operations, cache_bytes, prefill_operations, state_bytes
 from minifloat.deploy.estimate.hardware import Hardware
-from minifloat.deploy.estimate.shape import (
-    ModelShape,
-    attention_operations,
-    cache_bytes,
-    prefill_operations,
-    state_bytes,
-)
+from minifloat.deploy.estimate.shape import ModelShape
 from minifloat.deploy.estimate.weights import Weights
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import Scheme
