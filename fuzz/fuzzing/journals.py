@@ -1,7 +1,7 @@
 """The work folder of an interrupted run: `quantize` resumes to the bytes of an undisturbed run, or refuses.
 
-An input is JSON: `journal` has the lines of the journal (objects, or texts that are written as they are), `state` is
-the file of the fingerprint, and `flips` are bytes of finished shards that change: shard, position, mask.
+An input is JSON: `journal` has the lines of the journal (objects, or texts that are written as they are), and `flips`
+are bytes of finished shards that change: shard, position, mask.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.target import Target
 from minifloat import quantize_checkpoint
 from minifloat.checkpoint.journal import sealed_line
+from minifloat.checkpoint.layout import JOURNAL_FILE
 
 _SHARDS = 3
-_JOURNAL, _STATE = "journal.jsonl", "minifloat-state.json"
 
 
 class _Interrupted(Exception):
@@ -60,7 +60,7 @@ def _interrupted() -> Path:
     output, work = _places()
 
     def stop(done: int, total: int, message: str) -> None:
-        if (work / _JOURNAL).stat().st_size:
+        if b'"file"' in (work / JOURNAL_FILE).read_bytes():
             raise _Interrupted
 
     with contextlib.suppress(_Interrupted):
@@ -85,8 +85,7 @@ def _run(data: bytes) -> None:
     expected = _expected()
     shutil.copytree(_interrupted(), work)
     lines = value.get("journal")
-    (work / _JOURNAL).write_bytes(b"".join(map(_journal_line, lines)) if isinstance(lines, list) else _line(lines))
-    (work / _STATE).write_bytes(_line(value.get("state")))
+    (work / JOURNAL_FILE).write_bytes(b"".join(map(_journal_line, lines)) if isinstance(lines, list) else _line(lines))
     _flip(work / "output", value.get("flips"))
     quantize_checkpoint(_source(), output, "fp8-dynamic", workers=1)
     for name, content in expected.items():
@@ -118,12 +117,11 @@ def _flip(folder: Path, flips: Any) -> None:
 
 def _seeds() -> dict[str, bytes]:
     folder = _interrupted()
-    journal = [json.loads(line) for line in (folder / _JOURNAL).read_text().splitlines()]
+    journal = [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()]
     for entry in journal:
         del entry["line"]  # its digest, which `_journal_line` adds
-    state = decoded((folder / _STATE).read_bytes())
-    assert journal, "the run was not interrupted after a shard"
-    whole = {"journal": journal, "state": state, "flips": []}
+    assert len(journal) > 1, "the run was not interrupted after a shard"
+    whole = {"journal": journal, "flips": []}
     return {"interrupted": encoded(whole), "flipped": encoded(whole | {"flips": [[0, 4000, 1]]})}
 
 
@@ -134,7 +132,7 @@ _WORDS = {
     "discarded",
     "tensors",
     "version",
-    "fingerprint",
+    "run",
     "source_digest",
     "digest",
     "sha256",

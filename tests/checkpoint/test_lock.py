@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from minifloat.checkpoint.lock import FolderLock
+from minifloat.checkpoint.own_folder import FolderLock
 from minifloat.errors import DestinationError, StorageError
 
 

@@ -193,14 +193,14 @@ def test_pickle_files_are_refused_with_the_way_to_convert_them(model, name):
 
 
 def test_an_unfinished_output_is_refused(model, shard):
-    folder = model({"model.safetensors": shard("a"), "minifloat-state.json": b"{}"})
+    folder = model({"model.safetensors": shard("a"), "minifloat-journal.jsonl": b"{}"})
     with pytest.raises(NotACheckpointError, match="interrupted minifloat output; run the same command again"):
         Checkpoint.open(folder)
 
 
 def test_a_folder_inside_an_unfinished_output_is_refused(model, shard):
     inner = model({"model.safetensors": shard("a")})
-    (inner.parent / "minifloat-state.json").write_text("{}")
+    (inner.parent / "minifloat-journal.jsonl").write_text("{}")
     with pytest.raises(NotACheckpointError, match="interrupted"):
         Checkpoint.open(inner)
 

@@ -18,6 +18,8 @@ import safetensors.torch
 
 from minifloat.checkpoint import Checkpoint, CheckpointWriter, OutputTensor, encode_index
 from minifloat.checkpoint import shard as shard_module
+from minifloat.checkpoint.journal import sealed_line
+from minifloat.checkpoint.layout import JOURNAL_FILE as JOURNAL
 from minifloat.errors import DestinationError, NotACheckpointError, StorageError
 
 PAIR = [OutputTensor("a", "U8", (4,)), OutputTensor("b", "F32", (2,))]
@@ -347,19 +349,22 @@ def test_work_of_another_fingerprint_is_discarded_with_the_reason(tmp_path):
         assert names_in(writer.work / "output") == []
 
 
-@pytest.mark.parametrize("state", [b"", b"{", b"[]", b'{"version": 99, "fingerprint": "f"}', b'{"version": 1}', None])
-def test_work_whose_state_cannot_be_read_is_discarded_with_the_reason(tmp_path, state):
-    work = interrupted(tmp_path / "out")
-    (work / "minifloat-state.json").unlink() if state is None else (work / "minifloat-state.json").write_bytes(state)
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b"[" * 60_000, b'{"run":"f","version":3}\n', sealed_line(b'{"version":3}'), None]
+)
+def test_work_whose_first_line_cannot_be_read_is_discarded_with_the_reason(tmp_path, line):
+    journal = interrupted(tmp_path / "out") / JOURNAL
+    others = journal.read_bytes().splitlines(keepends=True)[1:]
+    journal.unlink() if line is None else journal.write_bytes(b"".join([line, *others]))
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         assert writer.finished == {}
         assert "cannot be read" in writer.restarted_because
 
 
 def test_an_incomplete_line_of_the_journal_is_ignored_and_removed(tmp_path):
-    journal = interrupted(tmp_path / "out") / "journal.jsonl"
+    journal = interrupted(tmp_path / "out") / JOURNAL
     whole = journal.read_bytes()
-    second = whole.index(b"\n") + 1
+    second = sum(map(len, whole.splitlines(keepends=True)[:2]))
     for cut in range(second, len(whole)):
         journal.write_bytes(whole[:cut])
         with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
@@ -372,7 +377,7 @@ def test_an_incomplete_line_of_the_journal_is_ignored_and_removed(tmp_path):
     "line", [b"\0\0\0\n", b"[]\n", b'{"file": 3}\n', b'{"file": "../x", "size": 1, "record": {}}\n']
 )
 def test_a_damaged_line_of_the_journal_marks_no_shard_as_finished(tmp_path, line):
-    journal = interrupted(tmp_path / "out", ["m-1.safetensors"]) / "journal.jsonl"
+    journal = interrupted(tmp_path / "out", ["m-1.safetensors"]) / JOURNAL
     journal.write_bytes(journal.read_bytes() + line)
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         assert list(writer.finished) == ["m-1.safetensors"]
@@ -409,8 +414,8 @@ def test_a_journaled_shard_with_a_damaged_file_is_written_again(tmp_path, damage
 
 @pytest.mark.parametrize("changed", ["size", "digest", "pieces", "record"])
 def test_a_line_of_the_journal_with_a_changed_value_marks_no_shard_as_finished(tmp_path, changed):
-    journal = interrupted(tmp_path / "out", ["m-1.safetensors"]) / "journal.jsonl"
-    entry = json.loads(journal.read_text())
+    journal = interrupted(tmp_path / "out", ["m-1.safetensors"]) / JOURNAL
+    entry = json.loads(journal.read_text().splitlines()[1])
     digit = next(digit for digit in str(entry[changed]) if digit.isdigit() or digit.islower())
     at = journal.read_text().index(f'"{changed}"') + len(changed) + 2
     text = journal.read_text()
@@ -422,7 +427,7 @@ def test_a_line_of_the_journal_with_a_changed_value_marks_no_shard_as_finished(t
 # What lies in the work folder under our names and is not ours
 
 
-OURS = ["lock", "journal.jsonl", "minifloat-state.json", "output", "pending"]
+OURS = ["lock", JOURNAL, "output", "pending"]
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -480,17 +485,9 @@ def test_a_work_folder_of_another_user_is_refused(tmp_path, monkeypatch, of):
         return
     if os.geteuid() != 0:
         pytest.skip("only root can give a file to somebody else")
-    os.chown(work / "journal.jsonl", 12345, 12345)
+    os.chown(work / JOURNAL, 12345, 12345)
     with pytest.raises(DestinationError, match=r"journal\.jsonl: belongs to user 12345, the folder to user 0"):
         CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1)
-
-
-def test_a_state_file_that_is_nested_deeply_starts_the_work_over(tmp_path):
-    work = interrupted(tmp_path / "out")
-    (work / "minifloat-state.json").write_bytes(b"[" * 60_000)
-    with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
-        assert writer.finished == {}
-        assert "cannot be read" in writer.restarted_because
 
 
 def test_a_discarded_shard_stays_discarded_in_the_next_run(tmp_path):
@@ -726,7 +723,7 @@ def test_a_cleanup_that_fails_after_the_rename_is_a_warning_and_the_output_is_co
 
 
 @needs_proc
-@pytest.mark.parametrize("name", ["model.safetensors", "journal.jsonl", "lock", "out.minifloat-work", "out"])
+@pytest.mark.parametrize("name", ["model.safetensors", JOURNAL, "lock", "out.minifloat-work", "out"])
 def test_a_file_that_cannot_be_closed_is_no_traceback(tmp_path, monkeypatch, name):
     close, refused = os.close, []
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.calibration.data import CalibrationSet, interleave
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.commands.main import main
 from minifloat.errors import StorageError
 from minifloat.quantize.provenance import quantize_options
@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--scheme", "mxfp4", "--data", "self", *TEXT)
-    finish, calls = WorkFolder.finish, []
+    finish, calls = LayerWork.finish, []
 
     def fail_once(self: Any, *arguments: Any) -> None:
         calls.append(1)
@@ -174,7 +174,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(
             raise StorageError("layer-1.safetensors: No space left on device")
         finish(self, *arguments)
 
-    monkeypatch.setattr(WorkFolder, "finish", fail_once)
+    monkeypatch.setattr(LayerWork, "finish", fail_once)
     stopped = run(llama, tmp_path / "out", *options)
     assert (stopped.exit_code, len(stopped.output.strip().splitlines())) == (2, 1), stopped.output
     assert "No space left" in stopped.output

@@ -61,8 +61,8 @@ def change_record(destination: Path, keys: Sequence[str | int], value: object) -
     Returns:
         Name of the shard.
     """
-    journal = destination.with_name(f"{destination.name}.minifloat-work") / "journal.jsonl"
-    first, *others = journal.read_bytes().splitlines(keepends=True)
+    journal = destination.with_name(f"{destination.name}.minifloat-work") / "minifloat-journal.jsonl"
+    run, first, *others = journal.read_bytes().splitlines(keepends=True)
     entry = json.loads(first)
     del entry["line"]
     place = entry["record"]
@@ -72,7 +72,7 @@ def change_record(destination: Path, keys: Sequence[str | int], value: object) -
         del place[keys[-1]]
     else:
         place[keys[-1]] = value
-    journal.write_bytes(sealed_line(json.dumps(entry).encode()) + b"".join(others))
+    journal.write_bytes(run + sealed_line(json.dumps(entry).encode()) + b"".join(others))
     return str(entry["file"])
 
 

@@ -8,10 +8,13 @@ import subprocess
 import time
 from pathlib import Path
 
+from minifloat.checkpoint.layout import JOURNAL_FILE
+
 
 def finished_in(work: Path) -> int:
     """The number of layers that are finished in a work folder."""
-    return len(list(work.glob("layer-*.digest")))
+    journal = work / JOURNAL_FILE
+    return journal.read_bytes().count(b'"file":"layer-') if journal.exists() else 0
 
 
 def damage_file(path: Path, damage: str) -> None:

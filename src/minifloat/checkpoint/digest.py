@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -22,9 +21,6 @@ except ImportError:  # no wheel for this platform, or minifloat runs from its so
     ALGORITHM = "sha256"
 
 
-_PIECE_BYTES = 1 << 24
-
-
 class Hasher(Protocol):
     """The common interface of hashlib and blake3."""
 
@@ -32,6 +28,9 @@ class Hasher(Protocol):
         """Add the bytes of a buffer."""
 
     def hexdigest(self) -> str:
+        """Return the digest of all bytes added so far."""
+
+    def digest(self) -> bytes:
         """Return the digest of all bytes added so far."""
 
 
@@ -42,19 +41,11 @@ def new_hasher(*, parallel: bool = False) -> Hasher:
     return _new()
 
 
-def digest_bytes(data: Any) -> bytes:
+def digest_bytes(data: Any, *, parallel: bool = False) -> bytes:
     """Return the digest of a contiguous buffer."""
-    hasher = _new(data)
+    hasher = new_hasher(parallel=parallel)
+    hasher.update(data)
     return hasher.digest()
-
-
-def digest_file(descriptor: int) -> str:
-    """Return the digest of a whole file, with the name of its algorithm; the file is read from its beginning."""
-    hasher, offset, buffer = new_hasher(parallel=True), 0, bytearray(_PIECE_BYTES)
-    while count := os.preadv(descriptor, [buffer], offset):
-        hasher.update(memoryview(buffer)[:count])
-        offset += count
-    return name_digest(hasher)
 
 
 def name_digest(hasher: Hasher) -> str:

@@ -1,43 +1,161 @@
-"""The journal of finished shards: one JSON line per shard, readable after a kill at any byte.
+"""The work folder of a job, and its journal of what is finished: every job that can be continued after a kill has one.
 
-Each line ends with a digest of itself, and holds the digest of the bytes that were written to the shard. A resumed run
-reads its finished shards again and believes neither a line nor a shard that has changed.
+The first line of the journal names the run by a fingerprint of all that determines the result. Each other line names a
+finished file, with its size, a digest of its bytes and the job's record of it, or says that such a file is discarded. A
+line ends with a digest of itself. A resumed run reads the finished files again and believes neither a line nor a file
+that has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint import schema
 from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
 from minifloat.checkpoint.files import is_safe_name, read_exactly, storage_errors
 from minifloat.checkpoint.header import header_of
-from minifloat.checkpoint.own_folder import OwnFolder
-from minifloat.checkpoint.schema import Check, Unfit
+from minifloat.checkpoint.layout import JOURNAL_FILE, SHARD_SUFFIX
+from minifloat.checkpoint.own_folder import FolderLock, OwnFolder
+from minifloat.checkpoint.schema import Check, Unfit, any_object
 from minifloat.errors import CheckpointError, DestinationError, StorageError
 
+#: Bytes that have a digest of their own at most, which a resumed run reads into memory at a time.
+PIECE_BYTES = 16 << 20
+LOCK_FILE = "lock"
+
+_VERSION = 3
 #: Largest journal that is read: that of a model with millions of tensors.
 _LIMIT = 2**30
-#: Shards that are read again at a time.
+#: Files that are read again at a time.
 _READERS = 4
 
 
 @dataclass(frozen=True)
-class WrittenShard:
-    """What was written to a shard."""
+class WrittenFile:
+    """What was written to a file: its size, the sizes of its pieces, and the digest over the digests of the pieces."""
 
     size: int
     pieces: tuple[int, ...]
     digest: str
 
 
-class Journal:
+class WorkFolder:
+    """A work folder of one run at a time, locked while it is open.
+
+    Attributes:
+        finished: The records of the finished files, by name.
+        damaged: Why each other file that the journal names is not what was written, by name.
+    """
+
+    def __init__(self, path: Path, is_ours: Callable[[str], bool]) -> None:
+        """Lock the folder, which is created if it is missing; one with files of somebody else is refused."""
+        self.path, self._is_ours = path, is_ours
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.damaged: dict[str, str] = {}
+        if os.path.lexists(path):
+            with contextlib.closing(OwnFolder.open(path)) as folder:
+                foreign = sorted(name for name in folder.names() if not (self._ours(name) or name.startswith(".")))
+            if foreign:
+                raise DestinationError(
+                    f"{path}: holds {foreign[0]!r}, which minifloat did not create; move the folder away"
+                )
+        self._lock: FolderLock | None = FolderLock(path, LOCK_FILE)
+        self._journal: _Journal | None = None
+        self._mutex = threading.Lock()
+
+    @property
+    def folder(self) -> OwnFolder:
+        """The folder itself."""
+        if self._lock is None:
+            raise AssertionError("the work folder is closed")
+        return self._lock.folder
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lock is held."""
+        return self._lock is not None
+
+    def resume(self, fingerprint: str) -> str | None:
+        """Open the journal; return why the work of an earlier run is deleted, or None."""
+        self._journal = _Journal(self.folder, JOURNAL_FILE)
+        first = self._journal.entries[0] if self._journal.entries else {}
+        if first == _first_line(fingerprint):
+            return None
+        reason = None
+        if isinstance(first.get("run"), str):
+            reason = "the interrupted run was of another source, scheme, option or version"
+        elif any(map(self._is_ours, self.folder.names())):
+            reason = "the state of the interrupted run cannot be read"
+        self.clear(fingerprint)
+        return reason
+
+    def load(self, files: OwnFolder, check_record: Check = any_object) -> None:
+        """Find the finished files, which are in the folder `files`, by reading them again."""
+        self.finished, self.damaged = _finished_files(self._open_journal().entries, files, check_record)
+
+    def finish(self, name: str, written: WrittenFile, record: dict[str, Any] | None = None) -> None:
+        """Record a finished file; it, and its name in its folder, must be synced."""
+        record = {} if record is None else record
+        line = {"file": name, "size": written.size, "digest": written.digest, "pieces": written.pieces}
+        self._open_journal().append({**line, "record": record})
+        with self._mutex:
+            self.finished[name] = record
+
+    def discard(self, name: str) -> None:
+        """Record that a finished file does not count any more, before it is deleted."""
+        del self.finished[name]
+        self._open_journal().append({"file": name, "discarded": True})
+
+    def clear(self, fingerprint: str) -> None:
+        """Delete everything but the lock, and begin the journal of a run."""
+        self._remove_files()
+        self.finished = {}
+        self._open_journal().restart(_first_line(fingerprint))
+        self.folder.sync()
+
+    def empty(self) -> None:
+        """Delete everything but the lock, the journal last: it marks an output as unfinished."""
+        self._remove_files()
+        self.folder.remove(JOURNAL_FILE)
+
+    def close(self) -> None:
+        """Release the lock, and delete the folder if it is empty; an error of the operating system is not raised."""
+        lock, self._lock = self._lock, None
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close()
+        if lock is not None:
+            unfinished = True
+            with contextlib.suppress(StorageError):
+                unfinished = lock.folder.has(JOURNAL_FILE)
+            lock.release(remove=not unfinished)
+
+    def _ours(self, name: str) -> bool:
+        return name in (LOCK_FILE, JOURNAL_FILE) or self._is_ours(name)
+
+    def _remove_files(self) -> None:
+        for name in filter(self._is_ours, self.folder.names()):
+            self.folder.remove(name)
+
+    def _open_journal(self) -> _Journal:
+        if self._journal is None:
+            raise AssertionError("the work folder is closed")
+        return self._journal
+
+
+def _first_line(fingerprint: str) -> dict[str, Any]:
+    return {"run": fingerprint, "version": _VERSION}
+
+
+class _Journal:
     """An append-only file of JSON objects. Thread-safe."""
 
     def __init__(self, folder: OwnFolder, name: str) -> None:
@@ -71,9 +189,15 @@ class Journal:
                 raise
             self._size += len(line)
 
+    def restart(self, first: dict[str, Any]) -> None:
+        """Replace all objects by one."""
+        with storage_errors(self._path, "write the journal"):
+            os.ftruncate(self._descriptor, 0)
+        self.entries, self._size = [first], 0
+        self.append(first)
+
     def close(self) -> None:
-        """Close the file."""
-        with storage_errors(self._path, "close the journal"):
+        with contextlib.suppress(OSError):
             os.close(self._descriptor)
 
 
@@ -101,27 +225,11 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     return entries, size
 
 
-def shard_entry(name: str, written: WrittenShard, record: dict[str, Any]) -> dict[str, Any]:
-    """Return the journal's object for a finished shard."""
-    return {
-        "file": name,
-        "size": written.size,
-        "digest": written.digest,
-        "pieces": written.pieces,
-        "record": record,
-    }
-
-
-def discarded_entry(name: str) -> dict[str, Any]:
-    """Return the journal's object for a shard that is to be written again."""
-    return {"file": name, "discarded": True}
-
-
-def finished_shards(
-    entries: Sequence[Mapping[str, Any]], output: OwnFolder, check_record: Check
+def _finished_files(
+    entries: Sequence[Mapping[str, Any]], folder: OwnFolder, check_record: Check
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the records of the journaled shards that hold what was written, and why each other one does not."""
-    shards: dict[str, tuple[WrittenShard, dict[str, Any]]] = {}
+    """Return the records of the journaled files that hold what was written, and why each other one does not."""
+    files: dict[str, tuple[WrittenFile, dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
     check_entry = schema.exact_fields(
         {
@@ -136,7 +244,7 @@ def finished_shards(
         name = entry.get("file")
         if not isinstance(name, str) or not is_safe_name(name):
             continue
-        shards.pop(name, None)
+        files.pop(name, None)
         reasons.pop(name, None)
         if "discarded" in entry:
             continue
@@ -147,23 +255,22 @@ def finished_shards(
         except Unfit as unfit:
             reasons[name] = f"has an unusable line in the journal ({unfit})"
             continue
-        written = WrittenShard(entry["size"], tuple(entry["pieces"]), entry["digest"])
-        shards[name] = (written, entry["record"])
+        files[name] = (WrittenFile(entry["size"], tuple(entry["pieces"]), entry["digest"]), entry["record"])
     with ThreadPoolExecutor(_READERS, thread_name_prefix="minifloat-verify") as pool:
-        found = dict(zip(shards, pool.map(lambda name: _damage(output, name, shards[name][0]), shards), strict=True))
-    finished = {name: record for name, (_, record) in shards.items() if not found[name]}
+        found = dict(zip(files, pool.map(lambda name: _damage(folder, name, files[name][0]), files), strict=True))
+    finished = {name: record for name, (_, record) in files.items() if not found[name]}
     return finished, reasons | {name: reason for name, reason in found.items() if reason}
 
 
-def _damage(output: OwnFolder, name: str, written: WrittenShard) -> str:
-    """Return why a file is not the shard that was written; empty if it is."""
+def _damage(folder: OwnFolder, name: str, written: WrittenFile) -> str:
+    """Return why a file is not what was written; empty if it is."""
     try:
-        descriptor = output.open_file(name, os.O_RDONLY)
+        descriptor = folder.open_file(name, os.O_RDONLY)
     except FileNotFoundError:
         return "is missing"
     except (DestinationError, OSError) as error:
         return f"cannot be used: {error}"
-    path = output.path / name
+    path = folder.path / name
     try:
         size = os.fstat(descriptor).st_size
         if size != written.size:
@@ -177,9 +284,21 @@ def _damage(output: OwnFolder, name: str, written: WrittenShard) -> str:
             at += piece
         if name_digest(hasher) != written.digest:
             return "holds other bytes than were written"
-        header_of(descriptor, size, path)
+        if name.endswith(SHARD_SUFFIX):
+            header_of(descriptor, size, path)
     except (CheckpointError, StorageError) as error:
         return f"cannot be used: {error}"
     finally:
         os.close(descriptor)
     return ""
+
+
+def written_file(folder: OwnFolder, name: str) -> WrittenFile:
+    """Return the size and the digest of a complete file by reading it."""
+    hasher, buffer = new_hasher(), bytearray(PIECE_BYTES)
+    pieces: list[int] = []
+    with folder.reading(name) as descriptor, storage_errors(folder.path / name, "read"):
+        while count := os.preadv(descriptor, [buffer], sum(pieces)):
+            hasher.update(digest_bytes(memoryview(buffer)[:count], parallel=True))
+            pieces.append(count)
+    return WrittenFile(sum(pieces), tuple(pieces), name_digest(hasher))

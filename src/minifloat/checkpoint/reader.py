@@ -42,8 +42,8 @@ from minifloat.checkpoint.layout import (
     GGUF_HINT,
     HF_QUANT_CONFIG_FILE,
     INDEX_FILE,
+    JOURNAL_FILE,
     SIDECAR_FOLDER,
-    STATE_FILE,
     is_gguf,
     is_sidecar,
     is_weights,
@@ -112,7 +112,7 @@ class Checkpoint:
         """
         root = resolve_folder(path)
         with storage_errors(root, "search the folder"):
-            unfinished = (root / STATE_FILE).exists() or (root.parent / STATE_FILE).exists()
+            unfinished = (root / JOURNAL_FILE).exists() or (root.parent / JOURNAL_FILE).exists()
         if unfinished:
             raise NotACheckpointError(
                 root, "interrupted minifloat output; run the same command again to finish it, or delete the folder"

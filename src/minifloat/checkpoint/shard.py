@@ -19,15 +19,13 @@ from typing import Any
 from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
 from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
 from minifloat.checkpoint.header import encode_header
-from minifloat.checkpoint.journal import WrittenShard
+from minifloat.checkpoint.journal import PIECE_BYTES, WrittenFile
 from minifloat.checkpoint.own_folder import OwnFolder
 from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.errors import StorageError
 
 #: Bytes that are written before the operating system is asked to start moving them to the disk.
 _WRITE_BACK_BYTES = 64 << 20
-#: Bytes that have a digest of their own at most, which a resumed run reads into memory at a time.
-_PIECE_BYTES = 16 << 20
 #: ``SYNC_FILE_RANGE_WRITE`` of Linux.
 _START_WRITING = 2
 #: Error numbers of file systems that cannot reserve space.
@@ -43,7 +41,7 @@ class ShardWriter:
         name: str,
         tensors: Sequence[OutputTensor],
         metadata: Mapping[str, str],
-        journal: Callable[[WrittenShard, dict[str, Any]], None],
+        journal: Callable[[WrittenFile, dict[str, Any]], None],
     ) -> None:
         """Create the file at its full size."""
         self.path, self._folder = folder.path / name, folder
@@ -69,8 +67,8 @@ class ShardWriter:
             raise AssertionError(f"{tensor}: bytes {start} to {start + len(view)} of a tensor of {size}")
         pieces = [  # hashed outside of the lock, while the bytes are in the cache
             (start + at, start + at + len(piece), digest_bytes(piece))
-            for at in range(0, len(view), _PIECE_BYTES)
-            for piece in (view[at : at + _PIECE_BYTES],)
+            for at in range(0, len(view), PIECE_BYTES)
+            for piece in (view[at : at + PIECE_BYTES],)
         ]
         self._write_at(view, offset + start)
         with self._lock:
@@ -91,7 +89,7 @@ class ShardWriter:
         self.close()
         self._journal(written, record)
 
-    def _check_written(self) -> WrittenShard:
+    def _check_written(self) -> WrittenFile:
         """Check that every byte was written once; return the digest of all pieces in their order in the file."""
         pieces, hasher = [len(self._header)], new_hasher()
         hasher.update(digest_bytes(self._header))
@@ -105,7 +103,7 @@ class ShardWriter:
                 end = stop
             if end != size:
                 raise AssertionError(f"{tensor}: byte {end} was never written")
-        return WrittenShard(self._size, tuple(pieces), name_digest(hasher))
+        return WrittenFile(self._size, tuple(pieces), name_digest(hasher))
 
     def close(self) -> None:
         """Close the file without finishing it."""

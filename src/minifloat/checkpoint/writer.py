@@ -5,8 +5,7 @@ job:
 
     DESTINATION.minifloat-work/
         lock                    held by the process that is writing
-        minifloat-state.json    the fingerprint of the output
-        journal.jsonl           the finished shards, each with the caller's record
+        minifloat-journal.jsonl the fingerprint of the output; the finished shards, each with the caller's record
         output/                 shards under their final names; this folder becomes the destination
         pending/                config.json, index and other small files, which move to output/ at the very end
         replaced/               the previous destination, during the instant of an overwrite
@@ -14,7 +13,7 @@ job:
 The work folder is this user's alone, and is reached through its descriptor (`own_folder.py`): a link, a FIFO or a file
 of somebody else in it is refused.
 
-No loader accepts shards without a config.json, and `Checkpoint.open` refuses these folders while the state file exists.
+No loader accepts shards without a config.json, and `Checkpoint.open` refuses these folders while the journal exists.
 A run resumes the work of an earlier run if both have the same fingerprint, into which the caller puts everything that
 determines the result. Finished shards are read again, and one that does not hold what was written is written anew.
 
@@ -24,7 +23,6 @@ Not supported: several processes that share the work, and file systems without `
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -33,30 +31,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from minifloat.checkpoint.files import is_safe_name, list_folder, parse_object, storage_errors, sync_folder
-from minifloat.checkpoint.journal import Journal, WrittenShard, discarded_entry, finished_shards, shard_entry
-from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX, STATE_FILE
-from minifloat.checkpoint.lock import FolderLock
+from minifloat.checkpoint.files import is_safe_name, list_folder, storage_errors, sync_folder
+from minifloat.checkpoint.journal import WorkFolder, WrittenFile
+from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX
 from minifloat.checkpoint.own_folder import OwnFolder
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.schema import Check, any_object
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.tensors import OutputTensor
-from minifloat.errors import CheckpointError, DestinationError, StorageError
+from minifloat.errors import DestinationError, StorageError
 
 _LOG = logging.getLogger(__name__)
 
 WORK_SUFFIX = ".minifloat-work"
 
-_STATE_VERSION = 2
-_STATE_LIMIT = 1 << 16  #: bytes
-_STATE_DRAFT = f"{STATE_FILE}.draft"
-_LOCK = "lock"
-_JOURNAL = "journal.jsonl"
 _OUTPUT = "output"
 _PENDING = "pending"
 _REPLACED = "replaced"
-_OURS = {_LOCK, STATE_FILE, _STATE_DRAFT, _JOURNAL, _OUTPUT, _PENDING, _REPLACED}
+_OURS = frozenset((_OUTPUT, _PENDING, _REPLACED))
 
 
 class CheckpointWriter:
@@ -80,16 +72,13 @@ class CheckpointWriter:
         if self.destination.name in ("", "..") or not self.destination.parent.is_dir():
             raise DestinationError(f"{destination}: the folder to create it in does not exist; create that one first")
         self.work = self.destination.with_name(self.destination.name + WORK_SUFFIX)
-        self.finished: dict[str, dict[str, Any]] = {}
         self.restarted_because: str | None = None
-        self.damaged: dict[str, str] = {}
         self._overwrite = overwrite
         self._check_record = check_record
         self._mutex = threading.Lock()
         self._open_shards: dict[str, ShardWriter] = {}
-        self._journal: Journal | None = None
         self._resumed = False
-        self._lock: FolderLock | None = None
+        self._folder: WorkFolder | None = None
         self._output: OwnFolder | None = None
         try:
             self._claim()
@@ -105,6 +94,16 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """The records of the finished shards, by file name."""
+        return self._work.finished
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Why shards of the earlier run are written again, by file name."""
+        return self._work.damaged
+
     def close(self) -> None:
         """Stop writing and release the lock. Finished shards stay in the work folder, so that a run can resume.
 
@@ -112,26 +111,18 @@ class CheckpointWriter:
         """
         with self._mutex:
             shards, self._open_shards = self._open_shards, {}
-            journal, self._journal = self._journal, None
             output, self._output = self._output, None
-            lock, self._lock = self._lock, None
-        if lock is None:
+        if self._folder is None or not self._folder.is_open:
             return
         with contextlib.suppress(OSError, StorageError):
             for shard in shards.values():
                 shard.abandon()  # it cannot be resumed
-            if self._resumed and not self.finished:
-                _remove_work(lock.folder)
-        with contextlib.suppress(StorageError):
-            if journal:
-                journal.close()
+            if self._resumed and not self._folder.finished:
+                self._folder.empty()
         with contextlib.suppress(OSError):
             if output:
                 output.close()
-        unfinished = True
-        with contextlib.suppress(StorageError):
-            unfinished = lock.folder.has(STATE_FILE)
-        lock.release(remove=not unfinished)
+        self._folder.close()
 
     def shard(self, file_name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> ShardWriter:
         """Start a shard."""
@@ -140,12 +131,11 @@ class CheckpointWriter:
 
         output = self._require_output()
 
-        def journal(written: WrittenShard, record: dict[str, Any]) -> None:
+        def journal(written: WrittenFile, record: dict[str, Any]) -> None:
             output.sync()
-            self._require_journal().append(shard_entry(file_name, written, record))
+            self._work.finish(file_name, written, record)
             with self._mutex:
                 self._open_shards.pop(file_name, None)
-                self.finished[file_name] = record
 
         shard = ShardWriter(output, file_name, tensors, metadata, journal)
         with self._mutex:
@@ -154,8 +144,7 @@ class CheckpointWriter:
 
     def discard(self, file_name: str) -> None:
         """Delete a finished shard whose source changed; it can be written again."""
-        del self.finished[file_name]
-        self._require_journal().append(discarded_entry(file_name))
+        self._work.discard(file_name)
         self._require_output().remove(file_name)
 
     def start_over(self, because: str) -> None:
@@ -170,7 +159,7 @@ class CheckpointWriter:
         if not parts or not all(map(is_safe_name, parts)) or name.endswith(SHARD_SUFFIX):
             raise AssertionError(f"{name!r} is not the relative name of a small file")
         with contextlib.ExitStack() as stack:
-            folder = self._require_folder()
+            folder = self._work.folder
             for part in (_PENDING, *parts[:-1]):
                 folder = folder.folder(part)
                 stack.callback(folder.close)
@@ -186,7 +175,7 @@ class CheckpointWriter:
         if unused:
             raise AssertionError(f"shards that the index does not name: {', '.join(unused)}")
         self._require_destination()
-        work = self._require_folder()
+        work = self._work.folder
         with storage_errors(self.destination, "put the finished output in place"):
             try:
                 if os.path.lexists(self.destination):
@@ -196,14 +185,14 @@ class CheckpointWriter:
                 if work.has(_REPLACED) and not os.path.lexists(self.destination):
                     os.rename(_REPLACED, self.destination, src_dir_fd=work.descriptor)
                 raise
-        self._clean_up(work)
+        self._clean_up()
         return self.destination
 
-    def _clean_up(self, work: OwnFolder) -> None:
+    def _clean_up(self) -> None:
         """Remove the work folder of a complete output; a refusal of the operating system is no failure of the run."""
         try:
             sync_folder(self.destination.parent)
-            _remove_work(work)
+            self._work.empty()
         except StorageError as error:
             _LOG.warning("%s is complete, but not all of %s could be removed: %s", self.destination, self.work, error)
         self.close()
@@ -211,7 +200,7 @@ class CheckpointWriter:
     def _join_pending(self) -> None:
         """Move the small files beside the shards, config.json last, and sync all folders."""
         output = self._require_output()
-        with contextlib.closing(self._require_folder().folder(_PENDING)) as pending:
+        with contextlib.closing(self._work.folder.folder(_PENDING)) as pending:
             for name in sorted(pending.names(), key=lambda name: (name == CONFIG_FILE, name)):
                 with storage_errors(output.path / name, "complete the output"):
                     pending.move(name, output, name)
@@ -230,31 +219,21 @@ class CheckpointWriter:
     def _claim(self) -> None:
         """Take the lock, undo or finish the commit of a killed run, and check the destination."""
         if os.path.lexists(self.work):
-            self._require_our_folder()
-            self._lock = FolderLock(self.work, _LOCK)
+            self._folder = WorkFolder(self.work, _OURS.__contains__)
             self._recover_commit()
         self._require_destination()
-        if self._lock is None:
-            self._lock = FolderLock(self.work, _LOCK)
-
-    def _require_our_folder(self) -> None:
-        """Raise unless this class created the work folder, because files in it will be deleted."""
-        with contextlib.closing(OwnFolder.open(self.work)) as work:
-            foreign = sorted(name for name in work.names() if name not in _OURS and not name.startswith("."))
-        if foreign:
-            raise DestinationError(
-                f"{self.work}: holds {foreign[0]!r}, which minifloat did not create; move the folder away"
-            )
+        if self._folder is None:
+            self._folder = WorkFolder(self.work, _OURS.__contains__)
 
     def _recover_commit(self) -> None:
-        work = self._require_folder()
+        work = self._work.folder
         if not os.path.lexists(self.destination):
             if work.has(_REPLACED):
                 work.folder(_REPLACED).close()  # a link is refused
                 with storage_errors(self.destination, "undo an interrupted overwrite"):
                     os.rename(_REPLACED, self.destination, src_dir_fd=work.descriptor)
         elif not work.has(_OUTPUT):
-            _remove_work(work)
+            self._work.empty()
         elif work.has(_REPLACED):
             raise DestinationError(
                 f"{work.path / _REPLACED}: the former content of {self.destination}, from an interrupted overwrite, "
@@ -278,22 +257,10 @@ class CheckpointWriter:
 
     def _resume(self, fingerprint: str) -> None:
         """Load the finished shards of an earlier run with the same fingerprint, or start over."""
-        work = self._require_folder()
-        earlier = _read_fingerprint(work)
-        if earlier != fingerprint:
-            if earlier is not None or work.has(_OUTPUT):
-                self.restarted_because = (
-                    "the interrupted run was of another source, scheme, option or version"
-                    if earlier is not None
-                    else "the state of the interrupted run cannot be read"
-                )
-            _remove_work(work)
-            work.write(_STATE_DRAFT, json.dumps({"version": _STATE_VERSION, "fingerprint": fingerprint}).encode())
-            with storage_errors(self.work, "create the state file"):
-                work.move(_STATE_DRAFT, work, STATE_FILE)
-        self._journal = Journal(work, _JOURNAL)
+        self.restarted_because = self._work.resume(fingerprint)
+        work = self._work.folder
         self._output = work.folder(_OUTPUT)
-        self.finished, self.damaged = finished_shards(self._journal.entries, self._output, self._check_record)
+        self._work.load(self._output, self._check_record)
         for name in self._output.names():
             if name not in self.finished:
                 self._output.remove(name)
@@ -313,38 +280,18 @@ class CheckpointWriter:
                 f"the disk has {free:,} bytes free; free some space or choose a destination on another disk"
             )
 
-    def _require_journal(self) -> Journal:
-        if self._journal is None:
+    @property
+    def _work(self) -> WorkFolder:
+        if self._folder is None:
             raise AssertionError("the writer is closed")
-        return self._journal
+        return self._folder
 
     def _require_output(self) -> OwnFolder:
         if self._output is None:
             raise AssertionError("the writer is closed")
         return self._output
 
-    def _require_folder(self) -> OwnFolder:
-        if self._lock is None:
-            raise AssertionError("the writer is closed")
-        return self._lock.folder
-
 
 def _is_empty_folder(path: Path) -> bool:
     """Return whether this is a folder, no link to one, that holds nothing; an output may take its place."""
     return path.is_dir() and not path.is_symlink() and not list_folder(path)
-
-
-def _read_fingerprint(work: OwnFolder) -> str | None:
-    """Return the fingerprint in the state file; None if there is none, or it cannot be read."""
-    try:
-        state = parse_object(work.read(STATE_FILE, _STATE_LIMIT), work.path / STATE_FILE, CheckpointError)
-    except (FileNotFoundError, StorageError, CheckpointError):
-        return None
-    fingerprint = state.get("fingerprint")
-    return fingerprint if state.get("version") == _STATE_VERSION and isinstance(fingerprint, str) else None
-
-
-def _remove_work(work: OwnFolder) -> None:
-    """Delete all that a writer puts into a work folder except the lock; the state file last."""
-    for name in (_OUTPUT, _PENDING, _REPLACED, _JOURNAL, _STATE_DRAFT, STATE_FILE):
-        work.remove(name)

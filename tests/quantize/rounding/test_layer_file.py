@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
+from minifloat.checkpoint.layout import JOURNAL_FILE
 from minifloat.errors import CheckpointError, StorageError
 from minifloat.quantize.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 
@@ -41,23 +42,24 @@ def test_a_layer_without_tensors_is_its_record(tmp_path: Path) -> None:
 
 
 def test_with_a_flipped_bit_anywhere_a_layer_is_not_finished(tmp_path: Path) -> None:
-    def folder() -> WorkFolder[LayerFile | LayerResult]:
-        return WorkFolder(tmp_path / "work", "fingerprint", read_layer, write_layer)
+    def folder() -> LayerWork[LayerFile | LayerResult]:
+        return LayerWork(tmp_path / "work", "fingerprint", read_layer, write_layer)
 
     with folder() as work:
         work.finish(0, RESULT)
     with folder() as work:
         assert [result.record for result in work.finished] == [RESULT.record]
-    path, draw = work.results(0), random.Random(0)
-    for file in (path, path.with_name(f"{path.name}.digest")):
-        original = file.read_bytes()
+    originals = {path: path.read_bytes() for path in (work.results(0), work.path / JOURNAL_FILE)}
+    draw = random.Random(0)
+    for file, original in originals.items():
         for position in range(len(original)):
+            for path, content in originals.items():
+                path.write_bytes(content)
             damaged = bytearray(original)
             damaged[position] ^= 1 << draw.randrange(8)
             file.write_bytes(damaged)
             with folder() as work:
                 assert work.finished == []
-        file.write_bytes(original)
 
 
 @pytest.mark.parametrize("length", [0, 7, 100, -1])

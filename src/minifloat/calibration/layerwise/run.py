@@ -24,7 +24,7 @@ from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayerCall, LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import CalibrateOptions
@@ -59,7 +59,7 @@ def calibrate_layerwise(
             fingerprint = run_fingerprint(
                 loader, data, {"histogram": options.histogram, "per_channel": options.per_channel}
             )
-            folder = stack.enter_context(WorkFolder(work_dir, fingerprint, read_stats, write_stats))
+            folder = stack.enter_context(LayerWork(work_dir, fingerprint, read_stats, write_stats))
             try:
                 return run.run(folder, progress)
             except LayersNotSeparableError:
@@ -88,10 +88,10 @@ class _LayerwiseRun:
         self.stack = LayerStack(model, loader, options.max_memory)
         self.identity, self.data, self.options = model.identity, data, options
 
-    def run(self, folder: WorkFolder[ActivationStats], progress: Progress | None) -> ActivationStats:
+    def run(self, folder: LayerWork[ActivationStats], progress: Progress | None) -> ActivationStats:
         """Run all unfinished layers, remove the work folder, and return the statistics of all layers."""
         if len(folder.finished) < len(self.stack):
-            with TensorFile(folder.arguments) as file:
+            with TensorFile(folder.scratch("arguments")) as file:
                 pool = ArgumentPool(file, self.stack.device)
                 hidden, calls_of_sequences = self._capture(folder, pool)
                 for index in range(len(folder.finished), len(self.stack)):
@@ -103,7 +103,7 @@ class _LayerwiseRun:
         return self._statistics(self.data.record, inputs, kv)
 
     def _capture(
-        self, folder: WorkFolder[ActivationStats], pool: ArgumentPool
+        self, folder: LayerWork[ActivationStats], pool: ArgumentPool
     ) -> tuple[list[StoredTensor], list[tuple[LayerCall, ...]]]:
         """Return for each sequence the location of its hidden states in their file, and the call of each layer.
 
@@ -131,7 +131,7 @@ class _LayerwiseRun:
     def _run_layer(
         self,
         index: int,
-        folder: WorkFolder[ActivationStats],
+        folder: LayerWork[ActivationStats],
         locations: Sequence[StoredTensor],
         calls: Iterable[LayerCall],
         progress: Progress | None,

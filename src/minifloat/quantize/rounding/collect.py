@@ -21,7 +21,7 @@ from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.layerwise.calls import LayerCall, LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
 from minifloat.calibration.own_text import WriteCopy
@@ -112,7 +112,7 @@ def collect_hessians(
         _require_tokens(stack, kept.tokens)
         work = folder.with_name(folder.name + _WORK_SUFFIX)
         _take_back(folder, work)
-        with WorkFolder[LayerHessians | SavedLayer](work, fingerprint, read_saved_layer, write_saved_layer) as opened:
+        with LayerWork[LayerHessians | SavedLayer](work, fingerprint, read_saved_layer, write_saved_layer) as opened:
             _CollectingWalk(stack, kept, held_out, progress).run(opened)
             layers = tuple(layer.digest for layer in opened.finished if isinstance(layer, SavedLayer))
             _move_layers(opened, folder, len(layers))
@@ -170,7 +170,7 @@ def _take_back(folder: Path, work: Path) -> None:
                 file.unlink()
 
 
-def _move_layers(work: WorkFolder[LayerHessians | SavedLayer], folder: Path, layers: int) -> None:
+def _move_layers(work: LayerWork[LayerHessians | SavedLayer], folder: Path, layers: int) -> None:
     """Move the files of finished layers into the folder."""
     with storage_errors(folder, "create it"):
         folder.mkdir(exist_ok=True)
@@ -191,11 +191,11 @@ class _CollectingWalk:
         self.first_held_out = len(kept.sequences)
         self.held_out = len(held_out.sequences)
 
-    def run(self, folder: WorkFolder[LayerHessians | SavedLayer]) -> None:
+    def run(self, folder: LayerWork[LayerHessians | SavedLayer]) -> None:
         """Store all layers that the folder does not have yet."""
         if len(folder.finished) == len(self.stack):
             return
-        with TensorFile(folder.arguments) as file:
+        with TensorFile(folder.scratch("arguments")) as file:
             pool = ArgumentPool(file, self.stack.device)
             self.pool = pool
             calls_of_sequences = self._start(folder, pool)
@@ -203,7 +203,7 @@ class _CollectingWalk:
                 self.calls = [calls[index] for calls in calls_of_sequences]
                 folder.finish(index, self._layer(index, folder))
 
-    def _start(self, folder: WorkFolder[LayerHessians | SavedLayer], pool: ArgumentPool) -> list[tuple[LayerCall, ...]]:
+    def _start(self, folder: LayerWork[LayerHessians | SavedLayer], pool: ArgumentPool) -> list[tuple[LayerCall, ...]]:
         """Return the calls of all layers, and write the inputs of layer 0 unless a run is continued."""
         resumed = folder.continues()
         self.places: list[StoredTensor] = []
@@ -222,15 +222,15 @@ class _CollectingWalk:
         return calls
 
     @torch.inference_mode()
-    def _layer(self, index: int, folder: WorkFolder[LayerHessians | SavedLayer]) -> LayerHessians:
+    def _layer(self, index: int, folder: LayerWork[LayerHessians | SavedLayer]) -> LayerHessians:
         """Run one layer, write the hidden states behind it, and return what is stored of it."""
         with ExitStack() as stack:
             with torch.inference_mode(False):  # parameters as in the whole model
                 layer = stack.enter_context(self.stack.weights.layer(index))
             hidden = stack.enter_context(TensorFile(folder.hidden(index)))
             draft = stack.enter_context(TensorFile(folder.draft))
-            readings = StoredReadings(stack.enter_context(TensorFile(folder.reference)))
-            rows = stack.enter_context(TensorFile(folder.rows))
+            readings = StoredReadings(stack.enter_context(TensorFile(folder.scratch("reference"))))
+            rows = stack.enter_context(TensorFile(folder.scratch("rows")))
 
             def states(number: int) -> Tensor:
                 return hidden.read(self.places[number]).to(self.stack.device)

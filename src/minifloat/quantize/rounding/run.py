@@ -9,7 +9,7 @@ from pathlib import Path
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.whole import check_data
@@ -53,7 +53,7 @@ def round_checkpoint(
             facts["groups"] = groups.to_dict()
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
-        with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
+        with LayerWork[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
             walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress, groups)
             files = walk.run(folder)
             if options.method.trains and len(files) == len(stack) + 1:

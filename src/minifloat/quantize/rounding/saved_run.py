@@ -14,7 +14,7 @@ from torch import Tensor
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def round_saved(
         schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
         facts = {**options.to_dict(), "layout": plan.layout.name, "modules": schemes, "hessians": saved.layers}
         fingerprint = run_fingerprint(loader, CalibrationSet(()), facts)
-        with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
+        with LayerWork[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
             walk = _SavedWalk(stack, plan, saved, options, checkpoint.config, progress)
             for index in range(len(folder.finished), len(stack)):
                 folder.finish(index, walk.layer(index))

@@ -25,7 +25,7 @@ from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
-from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.measure import head_amax
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
@@ -86,10 +86,10 @@ class RoundingWalk:
         """Return whether a sequence runs through the quantized layers."""
         return self.options.method.follows_quantized or self.options.kv_cache or number >= self.first_held_out
 
-    def run(self, folder: WorkFolder[LayerFile | LayerResult]) -> list[LayerFile]:
+    def run(self, folder: LayerWork[LayerFile | LayerResult]) -> list[LayerFile]:
         """Round all layers that the folder does not have yet, and return the files of all, and of the comparison."""
         if len(folder.finished) <= len(self.stack):
-            with TensorFile(folder.arguments) as file:
+            with TensorFile(folder.scratch("arguments")) as file:
                 pool = ArgumentPool(file, self.stack.device)
                 streams, calls_of_sequences = self._start(folder, pool)
                 for index in range(len(folder.finished), len(self.stack)):
@@ -103,7 +103,7 @@ class RoundingWalk:
         return [result for result in folder.finished if isinstance(result, LayerFile)]
 
     def _start(
-        self, folder: WorkFolder[LayerFile | LayerResult], pool: ArgumentPool
+        self, folder: LayerWork[LayerFile | LayerResult], pool: ArgumentPool
     ) -> tuple[_Streams, list[tuple[LayerCall, ...]]]:
         """Return the places of all hidden states, and the calls of all layers; write the inputs of layer 0."""
         resumed = folder.continues()
@@ -134,7 +134,7 @@ class RoundingWalk:
                 folder.keep_draft(0)
         return streams, calls
 
-    def _compare(self, folder: WorkFolder[LayerFile | LayerResult], streams: _Streams) -> Divergence:
+    def _compare(self, folder: LayerWork[LayerFile | LayerResult], streams: _Streams) -> Divergence:
         """Return how far the quantized model is from the original one on held-out text."""
         with TensorFile(folder.hidden(len(self.stack))) as hidden:
 
@@ -151,7 +151,7 @@ class RoundingWalk:
             )
 
     def _measure_damage(
-        self, folder: WorkFolder[LayerFile | LayerResult], streams: _Streams, damage: DamageStreams
+        self, folder: LayerWork[LayerFile | LayerResult], streams: _Streams, damage: DamageStreams
     ) -> dict[str, Any]:
         """Return the KL divergences that the damage of each group makes."""
         with TensorFile(folder.hidden(len(self.stack))) as hidden:
@@ -181,7 +181,7 @@ class _LayerWalk:
         self,
         walk: RoundingWalk,
         index: int,
-        folder: WorkFolder[LayerFile | LayerResult],
+        folder: LayerWork[LayerFile | LayerResult],
         streams: _Streams,
         calls: Sequence[LayerCall],
         pool: ArgumentPool,
@@ -209,13 +209,13 @@ class _LayerWalk:
             self.layer = layer
             self.hidden = stack.enter_context(TensorFile(self.folder.hidden(self.index)))
             self.draft = stack.enter_context(TensorFile(self.folder.draft))
-            self.reference = StoredReadings(stack.enter_context(TensorFile(self.folder.reference)))
-            self.rows = stack.enter_context(TensorFile(self.folder.rows))
+            self.reference = StoredReadings(stack.enter_context(TensorFile(self.folder.scratch("reference"))))
+            self.rows = stack.enter_context(TensorFile(self.folder.scratch("rows")))
             first = min(self.streams.original)
             model, call, hidden = self.stack.model, self._call(first), self._hidden(self.streams.original, first)
             self.stages = find_stages(model, self.prefix, layer, self.sites, call, hidden)
             closings = find_closings(model, self.prefix, layer, self.stages, call, hidden)
-            self.closings = Closings(model, closings, stack.enter_context(TensorFile(self.folder.closings)))
+            self.closings = Closings(model, closings, stack.enter_context(TensorFile(self.folder.scratch("closings"))))
             self.taps = LayerTaps(self.stack.model, layer, self.stages)
             rounding = self._round()
             self.draft.sync()
