@@ -20,9 +20,8 @@ from served import Served, served
 from tools import environment, python_of
 from vllm_cases import STORIES, STORYBOOK
 
-from minifloat.evaluate.compare.tasks import run_tasks
-from minifloat.evaluate.compare.tasks.results import MetricRun
-from minifloat.model.runtime.load import load
+from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.tasks import Tasks
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -102,33 +101,34 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Served]:
 
 def test_scores_over_the_api_are_those_of_compare(server: Served, folder: Path, tasks: Path, tmp_path: Path) -> None:
     results, samples = harness(server, folder, tasks, tmp_path, "next_word")
-    here = in_process(folder, tasks, "next_word")["exact_match,word"]
-    assert 0 < here.score.score < 1, "a score that a wrong answer could change"
-    assert [sample["exact_match"] for sample in samples] == list(here.results)
-    assert results["exact_match,word"] == here.score.score
-    assert results["exact_match_stderr,word"] == pytest.approx(here.score.stderr, rel=1e-6)
+    here, items = in_process(folder, tasks, "next_word")
+    assert 0 < here["exact_match,word"] < 1, "a score that a wrong answer could change"
+    assert [sample["exact_match"] for sample in samples] == [item["exact_match"] for item in items]
+    assert results["exact_match,word"] == here["exact_match,word"]
+    assert results["exact_match_stderr,word"] == pytest.approx(here["exact_match_stderr,word"], rel=1e-6)
 
 
 def test_log_likelihoods_over_the_api_are_those_of_compare(
     server: Served, folder: Path, tasks: Path, tmp_path: Path
 ) -> None:
     results, samples = harness(server, folder, tasks, tmp_path, "next_word_probability", "--batch_size", "8")
-    here = in_process(folder, tasks, "next_word_probability")
-    assert 0 < here["acc"].score.score < 1, "a score that a wrong answer could change"
-    assert [sample["acc"] for sample in samples] == list(here["acc"].results)
-    assert results["acc,none"] == here["acc"].score.score
-    assert [sample["perplexity"] for sample in samples] == pytest.approx(list(here["perplexity"].results), abs=1e-3)
+    here, items = in_process(folder, tasks, "next_word_probability")
+    assert 0 < here["acc,none"] < 1, "a score that a wrong answer could change"
+    assert [sample["acc"] for sample in samples] == [item["acc"] for item in items]
+    assert results["acc,none"] == here["acc,none"]
+    assert [s["perplexity"] for s in samples] == pytest.approx([item["perplexity"] for item in items], abs=1e-3)
     results, samples = harness(server, folder, tasks, tmp_path, "whole_text")
-    bits = in_process(folder, tasks, "whole_text")["bits_per_byte"]
-    assert results["bits_per_byte,none"] == pytest.approx(bits.score.score, rel=1e-5)
-    found = [number for sample in samples for number in sample["bits_per_byte"]]
-    assert found == pytest.approx([number for result in bits.results for number in result], rel=1e-5)
+    here, items = in_process(folder, tasks, "whole_text")
+    assert results["bits_per_byte,none"] == pytest.approx(here["bits_per_byte,none"], rel=1e-5)
+    found, expected = ([number for s in side for number in s["bits_per_byte"]] for side in (samples, items))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
-def in_process(folder: Path, tasks: Path, name: str) -> dict[str, MetricRun]:
-    """Return the results of `compare --tasks` by metric."""
-    run = run_tasks(load(folder, dtype=torch.float32), load_tokenizer(folder), [name], include_path=tasks)
-    return {metric.metric: metric for metric in run.metrics}
+def in_process(folder: Path, tasks: Path, name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the results and items of `compare --tasks`."""
+    model = Predictor.of(folder, {"dtype": torch.float32, "lm_head": "auto"})
+    run = Tasks([name], tasks).run(model.for_tasks(load_tokenizer(folder)))
+    return run["results"][name], run["samples"][name]
 
 
 def harness(

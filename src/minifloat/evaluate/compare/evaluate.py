@@ -38,7 +38,7 @@ from minifloat.evaluate.compare.models import (
 from minifloat.evaluate.compare.options import CompareOptions
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.scoring_pass import ModelsPass
-from minifloat.evaluate.compare.tasks import load_tasks
+from minifloat.evaluate.compare.tasks import Tasks
 
 
 def compare_models(
@@ -104,7 +104,7 @@ class _RunningComparison:
             raise UsageError("resume needs folders: a loaded model may have been changed since")
         for source in data:
             locate(as_source(source))  # report a missing source before loading models
-        tasks = load_tasks(options.tasks, include_path=options.task_path) if options.tasks else None
+        tasks = Tasks(options.tasks, options.task_path) if options.tasks else None
         self._options, self._progress = options, progress
         self._notes: list[str] = []
         self.baseline = Predictor.of(baseline, _load_options(options), options.revision)

@@ -24,7 +24,7 @@ from minifloat.evaluate.compare.generation import Continuations, generate_greedy
 from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.result import CandidateResult
 from minifloat.evaluate.compare.scoring_pass import ModelsPass
-from minifloat.evaluate.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
+from minifloat.evaluate.compare.tasks import Tasks
 from minifloat.evaluate.compare.verdict import Tolerance, Verdict
 from minifloat.model.runtime.tokens import end_tokens
 
@@ -47,7 +47,7 @@ class ExtraMeasurements:
     tokenizer: PreTrainedTokenizerBase
     prompts: int
     new_tokens: int
-    tasks: LoadedTasks | None
+    tasks: Tasks | None
     task_limit: int | None
     attribution_seconds: float
     tolerance: Tolerance
@@ -104,16 +104,16 @@ class ExtraMeasurements:
                 progress=self.progress,
             )
 
-    def _run_tasks(self, results: list[CandidateResult], tasks: LoadedTasks) -> None:
+    def _run_tasks(self, results: list[CandidateResult], tasks: Tasks) -> None:
         """Run the tasks; their keys and values are not rounded, because lm-evaluation-harness makes its own caches."""
-
-        def run(model: Predictor) -> TaskRun:
+        runs = []
+        for index, model in enumerate((self.baseline, *self.candidates)):
+            if self.progress is not None:
+                self.progress(index, 1 + len(self.candidates), f"tasks of {model.name}")
             with model.set_up():
-                return run_tasks(model.model, self.tokenizer, tasks, limit=self.task_limit, progress=self.progress)
-
-        by_baseline = run(self.baseline)
-        for index, model in enumerate(self.candidates):
-            results[index] = replace(results[index], tasks=compare_tasks(by_baseline, run(model)))
+                runs.append(tasks.run(model.for_tasks(self.tokenizer), self.task_limit))
+        for index, run in enumerate(runs[1:]):
+            results[index] = replace(results[index], tasks=tasks.compare(runs[0], run))
 
     def _attribute(self, results: list[CandidateResult]) -> None:
         windows = self._windows()

@@ -9,6 +9,7 @@ model's own forward, with the layers below it replaced by their result, so that 
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections import Counter
@@ -45,6 +46,8 @@ from minifloat.report.text import size_text
 
 #: Largest number of logits of one model that are held at a time, unless a single row has more.
 _HEAD_LOGITS = 2**25
+#: Largest number of log-probabilities and of requests of a task that are computed together, and tokens of a request.
+_TASK_LOGITS, _TASK_BATCH, _TASK_TOKENS = 2**27, 16, 1024
 #: Tokens of the trial that tells whether the head can run alone.
 _TRIAL_TOKENS = 8
 #: Largest number of logits that a model whose head cannot run alone may hold at a time: 8 GiB in float32.
@@ -181,6 +184,20 @@ class Predictor:
     def head_rows(self) -> int:
         """Return the number of rows to pass to `logits` in one call."""
         return max(_HEAD_LOGITS // self.vocab_size, 1)
+
+    def for_tasks(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Return the model for lm-evaluation-harness, which adds a padding token to its tokenizer."""
+        from lm_eval.models.huggingface import HFLM
+
+        batch = min(max(_TASK_LOGITS // (_TASK_TOKENS * self.vocab_size), 1), _TASK_BATCH)
+        # In the dtype of the model, a document's sum would be rounded to a multiple of 4 or 8.
+        return HFLM(
+            self.model,
+            backend="causal",
+            tokenizer=copy.deepcopy(tokenizer),
+            batch_size=batch,
+            softmax_dtype="float32",
+        )
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
