@@ -15,7 +15,7 @@ from minifloat.calibration.rules import Rule, parse_rule
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.errors import DestinationError
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 
 
 def _default_rule() -> Rule:

@@ -100,7 +100,7 @@ def bench(params: BenchParams) -> None:
     llama-1b, qwen3-0.6b, llama-8b or tinyllama-1.1b, with random weights, in BF16 and in --scheme.
     """
     from minifloat.commands.display.bench import print_gains
-    from minifloat.commands.display.console import progress_bar
+    from minifloat.commands.progress import progress_bar
     from minifloat.evaluate.bench import BenchOptions, bench_checkpoint
     from minifloat.evaluate.bench.shapes import model_pair
 

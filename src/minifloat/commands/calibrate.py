@@ -86,8 +86,8 @@ def calibrate(params: CalibrateParams) -> None:
     from minifloat.calibration.session import calibrate as run_calibration
     from minifloat.calibration.session import own_text_path
     from minifloat.calibration.summary import summarize
-    from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
+    from minifloat.commands.progress import progress_bar
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.rounding.collect import save_hessians
     from minifloat.quantize.rounding.saved import hessians_path

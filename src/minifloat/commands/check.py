@@ -66,9 +66,10 @@ def check(params: CheckParams) -> None:
     Reads headers and config; starts nothing. With --scheme, the checkpoint that `quantize` would make of MODEL is
     checked. Exit status 0: the engine loads it; 1: it does not, or its answers would be wrong; 3: not known.
     """
-    from minifloat.commands.display.check import print_check
     from minifloat.deploy.check import LoadVerdict, Target, check_checkpoint
+    from minifloat.deploy.check.document import document
     from minifloat.model.plan.overrides import KEEP
+    from minifloat.report import terminal
 
     report = check_checkpoint(
         params.model,
@@ -81,7 +82,7 @@ def check(params: CheckParams) -> None:
     if params.as_json:
         print_json(report)
     else:
-        print_check(report)
+        terminal.write(document(report))
     if report.failures:
         sys.exit(1)
     if report.verdict is LoadVerdict.UNKNOWN:

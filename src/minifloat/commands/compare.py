@@ -198,7 +198,7 @@ def compare(params: CompareParams) -> None:
             resolve_folder(candidate)  # raises for a model of the hub, whose card is not a local file
     use_threads(params.threads)
     from minifloat.commands.display.compare import print_comparison
-    from minifloat.commands.display.console import progress_bar
+    from minifloat.commands.progress import progress_bar
 
     report = params.report
     if report is not None and (report.is_dir() or not report.parent.is_dir()):

@@ -46,9 +46,10 @@ def convert(params: ConvertParams) -> None:
 
     Codes and scales keep their values, or the conversion is refused before anything is written, with the reason.
     """
-    from minifloat.commands.display.console import announce, progress_bar
-    from minifloat.commands.display.convert import print_convert_report
+    from minifloat.commands.progress import announce, progress_bar
     from minifloat.quantize.convert import convert_checkpoint
+    from minifloat.quantize.convert.document import document
+    from minifloat.report import terminal
 
     with progress_bar(enabled=not (params.quiet or params.as_json), in_bytes=True) as progress:
         report = convert_checkpoint(
@@ -67,4 +68,4 @@ def convert(params: ConvertParams) -> None:
     if params.as_json:
         print_json(report)
     elif not params.quiet:
-        print_convert_report(report, verbose=params.verbose)
+        terminal.write(document(report, verbose=params.verbose))

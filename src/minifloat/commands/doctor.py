@@ -15,11 +15,12 @@ def doctor(as_json: bool) -> None:
     Processor and kernels, GPUs, memory, disk, threads and limits, versions, extras, engines. The last line is "all
     good", or what to do.
     """
-    from minifloat.commands.display.doctor import print_diagnosis
     from minifloat.deploy.diagnosis import doctor as examine
+    from minifloat.deploy.diagnosis.document import document
+    from minifloat.report import terminal
 
     diagnosis = examine()
     if as_json:
         print_json(diagnosis)
     else:
-        print_diagnosis(diagnosis)
+        terminal.write(document(diagnosis))

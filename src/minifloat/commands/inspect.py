@@ -28,26 +28,28 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
     if Path(model).is_file() and not is_gguf(model):
         _inspect_stats(Path(model), rule, plot, verbose=verbose, as_json=as_json)
         return
-    from minifloat.commands.display.inspect import print_inspection
+    from minifloat.model.layouts.document import document
     from minifloat.model.layouts.inspection import inspect_checkpoint
+    from minifloat.report import terminal
 
     inspection = inspect_checkpoint(model, revision=revision)
     if as_json:
         print_json(inspection)
     else:
-        print_inspection(inspection, verbose=verbose)
+        terminal.write(document(inspection, verbose=verbose))
     if plot is not None:
         _plot_checkpoint(model, revision, plot, as_json=as_json)
 
 
 def _plot_checkpoint(model: str, revision: str | None, plot: Path, *, as_json: bool) -> None:
     from minifloat.checkpoint.files import written_whole
-    from minifloat.model.layouts.page import inspection_page
+    from minifloat.model.layouts.document import inspected_document
+    from minifloat.report import html
 
     if plot.is_dir() or not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: not a file in a folder that exists")
     with written_whole(plot) as file:
-        file.write(inspection_page(model, revision=revision).encode())
+        file.write(html.write(inspected_document(model, revision=revision)).encode())
     click.echo(f"Drawn to {plot}", err=as_json)
 
 

@@ -46,8 +46,8 @@ def push(params: PushParams) -> None:
     """
     from huggingface_hub.utils import disable_progress_bars
 
-    from minifloat.commands.display.push import print_push
-    from minifloat.deploy.publish import PushOptions, push_checkpoint
+    from minifloat.deploy.publish import PushOptions, document, push_checkpoint
+    from minifloat.report import terminal
 
     if params.as_json or not sys.stderr.isatty():
         disable_progress_bars()
@@ -64,4 +64,4 @@ def push(params: PushParams) -> None:
     if params.as_json:
         print_json(report)
     else:
-        print_push(report)
+        terminal.write(document(report))

@@ -138,11 +138,12 @@ def quantize(params: QuantizeParams) -> None:
     Weights are streamed: memory stays small whatever the size of the model. A run that is interrupted, even killed,
     leaves no half-written checkpoint behind; the same command continues it.
     """
-    from minifloat.commands.display.console import announce, progress_bar
-    from minifloat.commands.display.quantize import print_quantize_report
+    from minifloat.commands.progress import announce, progress_bar
     from minifloat.model.plan.overrides import KEEP
     from minifloat.quantize.data_hint import data_hint
+    from minifloat.quantize.document import document
     from minifloat.quantize.job import quantize_checkpoint
+    from minifloat.report import terminal
 
     if params.dry_run:
         _preview(params)
@@ -175,7 +176,7 @@ def quantize(params: QuantizeParams) -> None:
     if params.as_json:
         print_json(report)
     elif not params.quiet:
-        print_quantize_report(report, verbose=params.verbose)
+        terminal.write(document(report, verbose=params.verbose))
     if not params.no_report:
         draw_report(params.out, err=params.as_json, quiet=params.quiet)
     if not (params.as_json or params.quiet) and (hint := data_hint(report)):
@@ -185,9 +186,10 @@ def quantize(params: QuantizeParams) -> None:
 def _preview(params: QuantizeParams) -> None:
     """Print what would be written; exit with status 2 if the disk has no room for it."""
     from minifloat.calibration.result import Calibration
-    from minifloat.commands.display.quantize import print_preview
     from minifloat.model.plan.overrides import KEEP
+    from minifloat.quantize.document import preview_document
     from minifloat.quantize.preview import preview_quantization
+    from minifloat.report import terminal
 
     if _budget(params) is not None:
         raise UsageError(
@@ -215,7 +217,7 @@ def _preview(params: QuantizeParams) -> None:
     if params.as_json:
         print_json(preview)
     elif not params.quiet:
-        print_preview(preview, verbose=params.verbose)
+        terminal.write(preview_document(preview, verbose=params.verbose))
     if not preview.fits_on_disk:
         sys.exit(2)
 

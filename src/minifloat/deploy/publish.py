@@ -19,12 +19,14 @@ from minifloat.checkpoint.hub.errors import first_line, hub_errors
 from minifloat.checkpoint.hub.ids import Origin, is_hub_id
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.checkpoint.rewrite import CARD_FILE, REPORT_FILE
-from minifloat.deploy.check.deployment import BEGIN, check_everywhere, deployment_section
+from minifloat.deploy.check.deployment import check_everywhere
+from minifloat.deploy.check.document import DEPLOYMENT, deployment_section
 from minifloat.deploy.check.subject import Subject
 from minifloat.errors import CheckpointError, HubError, UnsafeFileError, UsageError
 from minifloat.model.layouts import describe
 from minifloat.report.card import add_metadata, read_card, read_metadata, with_section, write_card
-from minifloat.report.short import ShortReport
+from minifloat.report.document import Bullets, Document, ShortReport, Table, columns, section
+from minifloat.report.markdown import markers
 from minifloat.report.text import size_text
 
 #: Names of the files to upload beside the shards and the sidecars.
@@ -101,6 +103,18 @@ class PushOptions:
         return {key: value for key in _OPTIONS if (value := getattr(self, key))}
 
 
+def document(report: PushReport) -> Document:
+    """Return the files that were, or would be, uploaded, and the address."""
+    lines = [
+        f"{len(report.files)} files, {size_text(report.nbytes)}.",
+        *([f"Left here: {', '.join(report.left)}"] if report.left else []),
+        *(f"Note: {note}" for note in report.notes),
+        f"Nothing was sent to {report.repo_id}: a dry run." if report.url is None else report.url,
+    ]
+    files = Table(columns("file", "bytes"), [[name, size_text(nbytes)] for name, nbytes in report.files.items()])
+    return Document(report.repo_id, [section("", files, Bullets(lines))])
+
+
 def push_checkpoint(
     folder: str | os.PathLike[str],
     repo_id: str,
@@ -127,7 +141,7 @@ def push_checkpoint(
     with Checkpoint.open(folder) as checkpoint:
         quantized = describe(checkpoint).layout is not None
         card = _completed_card(checkpoint, options.metadata, quantized=quantized)
-        if BEGIN.encode() in card.content:
+        if markers(DEPLOYMENT)[0].encode() in card.content:
             engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
             card = card.with_section(deployment_section(engines, repo_id))
         files = _files(checkpoint) | {CARD_FILE: len(card.content)}

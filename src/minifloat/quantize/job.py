@@ -42,6 +42,7 @@ from minifloat.checkpoint.schema import map_of, number
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.deploy.check.deployment import Reports, check_everywhere
+from minifloat.deploy.check.document import MODEL
 from minifloat.deploy.check.engine_verdict import engine_verdicts
 from minifloat.deploy.check.subject import Subject
 from minifloat.errors import UsageError
@@ -59,8 +60,9 @@ from minifloat.model.plan.share import QuantizedShare
 from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme, without_static_scales
-from minifloat.quantize.card import BUDGET_CHART, MODEL, model_card
+from minifloat.quantize.card import model_card
 from minifloat.quantize.copied_codes import copied_codes, copy_codes
+from minifloat.quantize.document import BUDGET_CHART
 from minifloat.quantize.engines import EngineChoice
 from minifloat.quantize.preview import planner_of
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options

@@ -15,6 +15,7 @@ from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.rewrite import refuse_inside
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.deploy.check.deployment import check_everywhere
+from minifloat.deploy.check.document import MODEL
 from minifloat.deploy.check.engine_verdict import EngineVerdict, engine_verdicts
 from minifloat.deploy.check.subject import Subject
 from minifloat.model.architecture.families import unknown_family_notes
@@ -26,11 +27,10 @@ from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.share import QuantizedShare, require_share
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
-from minifloat.quantize.card import MODEL
 from minifloat.quantize.engines import EngineChoice
 from minifloat.quantize.quantized_source import with_dequantized_copies
 from minifloat.quantize.static_scales import apply_calibration
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 from minifloat.report.text import size_text
 
 

@@ -13,7 +13,7 @@ from minifloat.model.plan.share import QuantizedShare
 from minifloat.model.plan.tensor_plan import Part, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.quantize.static_scales import ActivationReport
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 from minifloat.report.text import size_text
 
 #: Version of the JSON that `QuantizeReport.to_dict` returns.

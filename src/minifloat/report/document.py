@@ -271,10 +271,10 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Figure(Block):
-    """A chart with its caption."""
+    """A chart with its caption; a card shows those that are a file beside the weights, given by its name."""
 
     caption: str
-    chart: Lines | Bars | Dots | Scatter | Heatmap
+    chart: Lines | Bars | Dots | Scatter | Heatmap | str
     on: On = field(default=On.PAGE, kw_only=True)
 
 

@@ -76,6 +76,8 @@ def _lines(blocks: Iterable[Block], level: int) -> Iterator[str]:
                 yield from _code(block)
             case Table():
                 yield from _table(block)
+            case Figure(chart=str()):
+                yield from (f"![{escape(block.caption)}]({block.chart})", "")
             case Figure() | Passage():
                 pass
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from minifloat.commands.display import console
-from minifloat.commands.display.console import RateColumn, progress_bar
+from minifloat.commands import progress as console
+from minifloat.commands.progress import RateColumn, progress_bar
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:

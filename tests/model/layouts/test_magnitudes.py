@@ -54,7 +54,14 @@ def test_inspect_draws_a_checkpoint(llama_folder: Path, tmp_path: Path) -> None:
     page = plot.read_text(encoding="utf-8")
     assert loads_nothing(page)
     found = sections(page)
-    assert list(found) == ["Checkpoint", "Bytes by kind", "Bytes by format", "Magnitudes of the weights", "Scales"]
+    assert list(found) == [
+        "Checkpoint",
+        "Bytes by kind",
+        "Bytes by format",
+        "Magnitudes of the weights",
+        "Scales",
+        "Tensors",
+    ]
     assert {row[0] for row in rows(found["Magnitudes of the weights"])} >= {"mxfp4"}
     assert captions(found["Scales"]) == ["Scales of the blocks, by octave"]
 

@@ -283,7 +283,7 @@ def test_sidecars_card_and_provenance_are_carried_over(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "recipe.yaml").exists()
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nbase_model: someone/something\nlicense: mit\n---\n\n# A model\n")
-    assert "converted from layout `compressed-tensors` to `modelopt`, with the same codes and scales" in card
+    assert "converted from layout compressed-tensors to modelopt, with the same codes and scales" in card
     saved = json.loads((tmp_path / "out" / "minifloat.json").read_text())
     assert saved == report.to_dict()
     assert saved["provenance"]["command"] == "minifloat convert model OUT --layout modelopt"
@@ -299,7 +299,7 @@ def test_the_deployment_section_is_that_of_the_new_layout(tmp_path: Path) -> Non
     assert after.count(begin) == 1
     assert after.index(begin) > after.index("## Converted")
     body = before[before.index("# base-llama") : before.index(begin)]
-    assert body.replace("layout `compressed-tensors`", "layout `modelopt`") + "## Made with\n" in after
+    assert body.replace("layout compressed-tensors", "layout modelopt") + "## Made with\n" in after
 
 
 @pytest.mark.parametrize(

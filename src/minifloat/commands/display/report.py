@@ -10,7 +10,9 @@ from rich.markup import escape
 from minifloat.commands.display.console import make_console, make_table
 from minifloat.deploy.check.engine_verdict import engine_verdicts
 from minifloat.evaluate.checkpoint_report import Results
-from minifloat.quantize.page import done_rows, done_sentences
+from minifloat.quantize.document import done_section
+from minifloat.report import terminal
+from minifloat.report.document import Document
 
 
 def print_results(results: Results) -> None:
@@ -20,9 +22,7 @@ def print_results(results: Results) -> None:
     if results.done is None:
         _say(console, "What was done: not known, the checkpoint has no minifloat.json.")
     else:
-        _print_table(console, ("what was done", "tensors", "before", "after", "smaller"), done_rows(results.done))
-        for text in done_sentences(results.done):
-            _say(console, text)
+        terminal.write(Document("", [done_section(results.done)]), console)
     console.print()
     _print_comparison(console, results, f"minifloat compare MODEL {name}")
     console.print()

@@ -1,41 +1,17 @@
-"""The deployment section of a model card: which engines load the checkpoint on which machines, with which commands.
-
-The answers are those of `minifloat check`, from the same tables; an engine that loads it on no machine gets no command.
-"""
+"""The answers of `check` on every engine and machine, for the other commands, the model card and the page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, CheckReport, LoadVerdict, Target
 from minifloat.deploy.check.judge import judge
 from minifloat.deploy.check.subject import Case, Subject, Weight
-from minifloat.report.card import markdown, markers
 from minifloat.report.text import layer_pattern
 
-BEGIN, END = markers("deployment")
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
-#: Texts of the table's cells; `_degradations` lists the reasons below the table.
-_CELLS = {
-    LoadVerdict.LOADS: "yes",
-    LoadVerdict.DEGRADED: "yes, but",
-    LoadVerdict.UNKNOWN: "not known",
-    LoadVerdict.WRONG: "no",
-    LoadVerdict.REFUSED: "no",
-}
-_COMMANDS = {
-    "vllm": ("bash", "vllm serve {model}"),
-    "sglang": ("bash", "python -m sglang.launch_server --model-path {model}"),
-    "transformers": (
-        "python",
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("{model}", dtype="auto")',
-    ),
-    "minifloat": ("bash", "minifloat serve {model}"),
-}
-_NOTES = {"transformers": "to look at answers, not to serve: it decodes weights first"}
 
 Reports = Mapping[str, Mapping[str, CheckReport]]
 
@@ -80,56 +56,3 @@ def engine_tags(reports: Reports) -> list[str]:
 def library_name(reports: Reports) -> str:
     """Return the library that hubs show a snippet for: transformers only if it loads the model."""
     return "transformers" if loads_in(reports["transformers"]) else "minifloat"
-
-
-def cell_text(report: CheckReport) -> str:
-    """Return the text of a table's cell: whether an engine loads the checkpoint on a machine."""
-    return _CELLS[report.verdict]
-
-
-def deployment_section(reports: Reports, model: str) -> str:
-    """Return the section as Markdown, with its markers."""
-    lines = [
-        BEGIN,
-        "## Deployment",
-        "",
-        f"| loads in | {' | '.join(ENGINE_HARDWARE)} |",
-        f"|---|{'---|' * len(ENGINE_HARDWARE)}",
-        *(
-            f"| {ENGINES[engine]} | {' | '.join(cell_text(report) for report in by_machine.values())} |"
-            for engine, by_machine in reports.items()
-        ),
-        "",
-        *_degradations(reports),
-        *_commands(reports, model),
-        "The table is for one device of each, by",
-        f"`minifloat check {model} --engine ENGINE --hardware HARDWARE`, which gives reasons and sources.",
-        END,
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _degradations(reports: Reports) -> Iterator[str]:
-    """Yield a line for each problem of machines on which the checkpoint loads degraded."""
-    places_by_text: dict[str, dict[str, list[str]]] = {}
-    for engine, by_machine in reports.items():
-        for hardware, report in by_machine.items():
-            for finding in report.findings if report.verdict is LoadVerdict.DEGRADED else ():
-                text = f"{finding.problem}; {finding.cure}" if finding.cure else finding.problem
-                places_by_text.setdefault(text, {}).setdefault(engine, []).append(hardware)
-    for text, places in places_by_text.items():
-        names = "; ".join(f"{engine} on {', '.join(hardware)}" for engine, hardware in places.items())
-        yield f"- {names}: {markdown(text)}"
-    if places_by_text:
-        yield ""
-
-
-def _commands(reports: Reports, model: str) -> Iterator[str]:
-    for engine, by_machine in reports.items():
-        hardware = loads_in(by_machine)
-        if not hardware:
-            continue
-        language, command = _COMMANDS[engine]
-        note = f" ({_NOTES[engine]})" if engine in _NOTES else ""
-        yield from (f"{ENGINES[engine]}, on {', '.join(hardware)}{note}:", "")
-        yield from (f"```{language}", command.format(model=model), "```", "")

@@ -24,7 +24,7 @@ from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import get_scheme
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 
 #: Names of the findings that come from no row of the rules.
 _QUANTIZE_REFUSES = "quantize-refuses"

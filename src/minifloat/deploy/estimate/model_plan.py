@@ -10,7 +10,7 @@ from minifloat.deploy.estimate.known_loss import MEASURED_MODELS, KnownLoss
 from minifloat.deploy.estimate.roofline import Bound
 from minifloat.deploy.estimate.weights import Counts
 from minifloat.numerics.formats import ElementFormat
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from minifloat.evaluate.bench.worker import Worker
 from minifloat.evaluate.bench.workload import BatchTimings, Workload
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 
 #: Bytes that the bandwidth probe reads: far more than any cache holds.
 _PROBE_BYTES, _PROBE_PASSES = 1 << 30, 3

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minifloat.deploy.check.page import engines_section
+from minifloat.deploy.check.document import engines_section
 from minifloat.evaluate.checkpoint_report.results import Results
-from minifloat.quantize import page as quantize_page
+from minifloat.quantize import document as quantize_document
+from minifloat.report import html
 from minifloat.report.page import code, page, paragraph, section
 from minifloat.report.text import visible
 
@@ -22,7 +23,7 @@ def report_page(results: Results) -> str:
         _done(results),
         _same(results),
         _gained(results),
-        engines_section(results.engines, name),
+        html.fragment([engines_section(results.engines, name)]),
         *_details(results),
     )
 
@@ -30,7 +31,7 @@ def report_page(results: Results) -> str:
 def _done(results: Results) -> str:
     if results.done is None:
         return section("What was done", paragraph("The checkpoint has no minifloat.json: its history is not known."))
-    return quantize_page.done_section(results.done)
+    return html.fragment([quantize_document.done_section(results.done)])
 
 
 def _same(results: Results) -> str:
@@ -64,5 +65,5 @@ def _details(results: Results) -> Sequence[str]:
 
         parts += bench_page.detail_sections(results.gains)
     if results.done is not None:
-        parts += [*quantize_page.tensor_sections(results.done), quantize_page.provenance_section(results.done)]
+        parts.append(html.fragment(quantize_document.detail_sections(results.done)))
     return parts

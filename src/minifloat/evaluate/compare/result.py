@@ -13,7 +13,7 @@ from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.summary import Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome, Verdict, worst_outcome
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 
 #: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
 SCHEMA_VERSION = 2

@@ -20,7 +20,7 @@ from minifloat.model.layouts import Description, describe
 from minifloat.model.layouts.stored import StoredWeight
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 from minifloat.report.text import size_text
 
 

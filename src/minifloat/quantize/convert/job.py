@@ -33,11 +33,12 @@ from minifloat.checkpoint.rewrite import (
 )
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.deploy.check.deployment import Reports
+from minifloat.deploy.check.document import MODEL
 from minifloat.deploy.check.engine_verdict import engine_verdicts
 from minifloat.errors import UsageError
 from minifloat.kernels import processors
-from minifloat.quantize.convert.card import MODEL, model_card
 from minifloat.quantize.convert.dequantize_plan import make_dequantize_plan
+from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.engines import check_output, warnings_of
 from minifloat.quantize.convert.layout_plan import make_layout_plan
 from minifloat.quantize.convert.plan import Change, Conversion, ConvertPlan

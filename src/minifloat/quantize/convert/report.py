@@ -7,7 +7,7 @@ from typing import Any
 
 from minifloat.checkpoint.schema import Check, exact_fields, natural, or_null, text
 from minifloat.deploy.check.engine_verdict import EngineVerdict
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 
 #: Version of the JSON that `ConvertReport.to_dict` returns.
 SCHEMA_VERSION = 1

@@ -1,33 +1,28 @@
-"""Prints the diagnosis of a machine and an installation."""
+"""What `doctor` says: what was found, what suits it, and last what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.markup import escape
-
-from minifloat.commands.display.console import make_console, make_table
 from minifloat.deploy.diagnosis import Diagnosis
+from minifloat.report.document import Bullets, Column, Document, Table, Text, section
 from minifloat.report.text import size_text
 
 ALL_GOOD = "All good."
 
 
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print what was found, what suits it, and last what to do."""
-    console = make_console()
-    table = make_table("what", "found")
-    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
-    for name, found in _rows(diagnosis):
-        table.add_row(name, escape(found))
-    console.print(table)
-    for line in diagnosis.fits:
-        console.print(escape(f"\nFits here: {line}."), soft_wrap=True)
-    console.print()
-    if not diagnosis.advice:
-        console.print(ALL_GOOD)
-    for number, line in enumerate(diagnosis.advice, 1):
-        console.print(escape(f"To do {number}: {line.removesuffix('.')}."), soft_wrap=True)
+def document(diagnosis: Diagnosis) -> Document:
+    """Return what was found, what suits it, and last what to do."""
+    columns = [Column("what", left=True), Column("found", left=True, folds=True)]
+    to_do = [f"To do {number}: {line.removesuffix('.')}." for number, line in enumerate(diagnosis.advice, 1)]
+    return Document(
+        "doctor",
+        [
+            section("", Table(columns, list(_rows(diagnosis)))),
+            section("", *(Text(f"Fits here: {line}.") for line in diagnosis.fits)),
+            section("", Bullets(to_do or [ALL_GOOD])),
+        ],
+    )
 
 
 def _rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
