@@ -18,7 +18,7 @@ from minifloat.deploy.diagnosis import packages
 from minifloat.deploy.diagnosis.machine import Gpu, Machine, examine_machine, find_gpus
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
 from minifloat.numerics.formats import E2M1, E4M3
-from minifloat.report.short import ShortReport
+from minifloat.report.document import ShortReport
 from minifloat.report.text import size_text
 
 _LITTLE_MEMORY = _LITTLE_DISK = 1 << 30
