@@ -21,7 +21,7 @@ from torch.nn import functional
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
 from minifloat.kernels.linear import int8_inputs, linear
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 from minifloat.kernels.pack import PackedWeight, pack
 from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.scheme import SCHEMES
@@ -100,8 +100,8 @@ def memory_read(nbytes: int, threads: int) -> Contender:
     part = min(READ_PART, nbytes)
     data = allocate(_count(nbytes, part) * part).fill_(1)
     pieces = data.view(-1, part)
-    parts = [(data, structs.ReadArgs(data=piece.data_ptr(), bytes=part, threads=threads)) for piece in pieces]
-    return Contender(READ, lambda _, piece: library.read(piece[1]), parts, part)
+    parts = [(data, STRUCTS["read_args"](data=piece.data_ptr(), bytes=part, threads=threads)) for piece in pieces]
+    return Contender(READ, lambda _, piece: library.call("read", piece[1]), parts, part)
 
 
 def source(name: str, shape: Shape) -> QuantizedTensor | Tensor:

@@ -1,4 +1,4 @@
-// A libFuzzer program around the C interface (src/minifloat/kernels/csrc/api.h), for builds with sanitizers.
+// A libFuzzer program around the C interface (src/minifloat/kernels/native/api.h), for builds with sanitizers.
 //
 // An input chooses a function, an instruction set of this processor, and every field of its arguments. Sizes are small,
 // zero, negative, or near the ends of 64 bits. Buffers have exactly the bytes that api.h states for the sizes, and any

@@ -17,7 +17,7 @@ from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.blueprint import Blueprint, blueprint_of
 from minifloat.engine.rotary import rotary_frequencies
 from minifloat.errors import CheckpointError, ConfigError, ShapeError, UnsupportedTensorError
-from minifloat.model.architecture.decoder.plan import ExpertsPlan, NotNative
+from minifloat.kernels.decoder_layout import ExpertsLayout, NotNative
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.build import empty_model
 from minifloat.model.runtime.config import plain_config
@@ -77,14 +77,14 @@ def test_layers_are_those_of_transformers(
     model_type: str, config: dict[str, Any], make_model: MakeModel, tmp_path: Path
 ) -> None:
     blueprint, model = both(make_model(tmp_path / "m", model_type, **config))
-    assert len(blueprint.plan.layers) == len(model.model.layers)
-    for plan, layer in zip(blueprint.plan.layers, model.model.layers, strict=True):
+    assert len(blueprint.layout.layers) == len(model.model.layers)
+    for plan, layer in zip(blueprint.layout.layers, model.model.layers, strict=True):
         attention = layer.self_attn
         assert (plan.attention.head_dim, plan.attention.scale) == (attention.head_dim, attention.scaling)
         in_config = model.config.sliding_window if model_type in ("mistral", "mixtral") else None
         assert plan.attention.window == getattr(attention, "sliding_window", in_config)
-        assert isinstance(plan.mlp, ExpertsPlan) == hasattr(layer.mlp, "experts")
-        if isinstance(plan.mlp, ExpertsPlan):
+        assert isinstance(plan.mlp, ExpertsLayout) == hasattr(layer.mlp, "experts")
+        if isinstance(plan.mlp, ExpertsLayout):
             assert plan.mlp.router.top_k == layer.mlp.gate.top_k
             assert plan.mlp.router.normalize == getattr(layer.mlp.gate, "norm_topk_prob", True)
         assert plan.input_norm is not None
@@ -97,7 +97,7 @@ def test_rotary_frequencies_are_those_of_transformers(
     model_type: str, config: dict[str, Any], rope: dict[str, Any], make_model: MakeModel, tmp_path: Path
 ) -> None:
     blueprint, model = both(make_model(tmp_path / "m", model_type, rope_scaling=rope, **config))
-    rotary = blueprint.plan.layers[0].attention.rotary
+    rotary = blueprint.layout.layers[0].attention.rotary
     assert rotary is not None
     inv_freq, attention_scaling = rotary_frequencies(rotary)
     assert torch.equal(inv_freq, model.model.rotary_emb.inv_freq)

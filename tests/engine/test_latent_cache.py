@@ -16,7 +16,7 @@ from minifloat.deploy.estimate.cache import cache_bytes
 from minifloat.deploy.estimate.shape import model_shape
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.kernels.decoder import BLOCK_TOKENS
-from minifloat.model.architecture.decoder import decoder_plan, why_not_on_device
+from minifloat.model.architecture.decoder import decoder_layout, why_not_on_device
 from minifloat.numerics.formats import BFLOAT16, E4M3
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -117,4 +117,6 @@ def test_drafts_of_the_model_itself_do_not_change_the_text(folder: Path) -> None
 
 
 def test_the_decoder_of_gpus_says_what_it_lacks() -> None:
-    assert why_not_on_device(decoder_plan(config_of("youtu"))) == ("the decoder of GPUs does not have latent attention")
+    assert why_not_on_device(decoder_layout(config_of("youtu"))) == (
+        "the decoder of GPUs does not have latent attention"
+    )

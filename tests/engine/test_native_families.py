@@ -20,7 +20,7 @@ from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.blueprint import Blueprint, blueprint_of
 from minifloat.engine.native import build_native_decoder
 from minifloat.kernels.decoder import IMPLEMENTATIONS, Decoder
-from minifloat.model.architecture.decoder import NATIVE, NotNative, decoder_plan
+from minifloat.model.architecture.decoder import NATIVE, NotNative, decoder_layout
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
 from minifloat.model.runtime.load import load
@@ -191,12 +191,12 @@ def test_every_part_of_a_plan_changes_the_logits(name: str, folder_of: Callable[
     found: list[str] = []
 
     def note(blueprint: Blueprint) -> Blueprint:
-        found.extend(dict.fromkeys(stated(blueprint.plan)))
+        found.extend(dict.fromkeys(stated(blueprint.layout)))
         return blueprint
 
     decoder_of(folder_of(name), note)
     for part in [part for part in found if part not in _UNDONE.get(name, ())]:
-        changed = decoder_of(folder_of(name), lambda b, part=part: replace(b, plan=without(b.plan, part)))
+        changed = decoder_of(folder_of(name), lambda b, part=part: replace(b, layout=without(b.layout, part)))
         distance = float((logits_of(changed) - exact).abs().max() / exact.abs().max())
         assert distance > 20 * CLOSE, f"{part} changes nothing"
 
@@ -223,13 +223,13 @@ def test_layers_that_share_keys_and_values_have_no_cache(folder_of: Callable[[st
 )
 def test_a_gemma_4_that_is_not_exact_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotNative, match=reason):
-        decoder_plan(config_of("gemma4_text", **changes))
+        decoder_layout(config_of("gemma4_text", **changes))
 
 
 def test_a_layer_type_without_keys_to_share_is_an_error() -> None:
     layers = [*["sliding_attention"] * 5, "full_attention"]
     with pytest.raises(ValueError, match="no full_attention layer before layer 5 has keys and values of its own"):
-        decoder_plan(config_of("gemma4_text", layer_types=layers))
+        decoder_layout(config_of("gemma4_text", layer_types=layers))
 
 
 # ------------------------------------------------------------------------------------- longrope

@@ -94,7 +94,7 @@ def test_a_header_is_found_in_a_file_and_put_back() -> None:
 
 def test_the_program_of_the_native_target_has_every_function_of_the_interface() -> None:
     root = Path(__file__).parents[2]
-    api = (root / "src/minifloat/kernels/csrc/api.h").read_text()
+    api = (root / "src/minifloat/kernels/native/api.h").read_text()
     program = (root / "fuzz/native/entry_points.cpp").read_text()
     declared = {line.partition("(")[0].split()[-1] for line in api.splitlines() if line.startswith("MINIFLOAT_API")}
     unused = {name for name in declared if f"{name}(" not in program}

@@ -8,7 +8,7 @@ import pytest
 from minifloat.errors import UsageError
 from minifloat.kernels import native
 from minifloat.kernels.bandwidth import ReadBandwidth, read_bandwidth
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 
 LIBRARY = native.load()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason=native.why_unavailable())
@@ -21,8 +21,8 @@ def test_every_word_is_read_once_on_every_instruction_set(words: int, threads: i
     assert LIBRARY is not None
     data = np.random.default_rng(words).integers(0, 2**64, words + 1, np.uint64)[1:]  # off the vector's alignment
     for isa in LIBRARY.isas:
-        args = structs.ReadArgs(data=data.ctypes.data, bytes=data.nbytes, threads=threads, sum=1)
-        LIBRARY.with_isa(isa).read(args)
+        args = STRUCTS["read_args"](data=data.ctypes.data, bytes=data.nbytes, threads=threads, sum=1)
+        LIBRARY.with_isa(isa).call("read", args)
         assert args.sum == data.sum(dtype=np.uint64), isa
 
 
@@ -30,7 +30,7 @@ def test_every_word_is_read_once_on_every_instruction_set(words: int, threads: i
 def test_half_a_word_is_refused() -> None:
     assert LIBRARY is not None
     with pytest.raises(ValueError, match="refused its arguments"):
-        LIBRARY.read(structs.ReadArgs(data=np.zeros(2).ctypes.data, bytes=12, threads=1))
+        LIBRARY.call("read", STRUCTS["read_args"](data=np.zeros(2).ctypes.data, bytes=12, threads=1))
 
 
 @needs_library

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 
 E4M3 = (8, 3, -6, 448.0)
 
@@ -18,11 +20,11 @@ def kernels() -> native.Library:
     return library
 
 
-def rounding(element: tuple[int, int, int, float]) -> structs.RoundInputsArgs:
+def rounding(element: tuple[int, int, int, float]) -> ctypes.Structure:
     """Arguments of no rows, which only the check of the format can refuse."""
-    args = structs.RoundInputsArgs()
+    args = STRUCTS["round_inputs_args"]()
     args.rows, args.cols, args.x_stride, args.dtype, args.scaling, args.threads = 0, 16, 16, 0, 1, 1
-    args.element = structs.Format(*element)
+    args.element = STRUCTS["format"](*element)
     return args
 
 
@@ -41,16 +43,16 @@ def rounding(element: tuple[int, int, int, float]) -> structs.RoundInputsArgs:
 def test_a_format_whose_values_are_no_normal_numbers_is_refused(
     kernels: native.Library, element: tuple[int, int, int, float]
 ) -> None:
-    kernels.round_inputs(rounding(E4M3))
+    kernels.call("round_inputs", rounding(E4M3))
     with pytest.raises(ValueError, match="status 2"):
-        kernels.round_inputs(rounding(element))
+        kernels.call("round_inputs", rounding(element))
 
 
-def cast(**changes: float) -> structs.QuantizeRowsArgs:
+def cast(**changes: float) -> ctypes.Structure:
     """Arguments of a cast of no rows with coded scales (NVFP4)."""
-    args = structs.QuantizeRowsArgs()
+    args = STRUCTS["quantize_rows_args"]()
     args.rows, args.cols, args.block_rows, args.block_cols, args.dtype, args.scaling = 0, 16, 1, 16, 0, 1
-    args.element, args.scale = structs.Format(4, 1, 0, 6.0), structs.Format(*E4M3)
+    args.element, args.scale = STRUCTS["format"](4, 1, 0, 6.0), STRUCTS["format"](*E4M3)
     args.divisor, args.zero_scale, args.one_scale, args.tensor_amax = 2.0, 1.0, 1, 1.0
     for name, value in changes.items():
         setattr(args, name, value)
@@ -60,14 +62,14 @@ def cast(**changes: float) -> structs.QuantizeRowsArgs:
 @pytest.mark.parametrize("value", [-1.0, float("nan"), -float("nan"), float("inf"), -0.0])
 @pytest.mark.parametrize("name", ["divisor", "zero_scale", "tensor_amax"])
 def test_a_cast_with_a_factor_that_is_no_magnitude_is_refused(kernels: native.Library, name: str, value: float) -> None:
-    kernels.quantize_rows(cast())
+    kernels.call("quantize_rows", cast())
     with pytest.raises(ValueError, match="status 2"):
-        kernels.quantize_rows(cast(**{name: value}))
+        kernels.call("quantize_rows", cast(**{name: value}))
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(2**62, 32), (32, 2**62), (2**31, 2**31)])
 def test_a_weight_of_impossible_sizes_has_no_packed_form(kernels: native.Library, rows: int, cols: int) -> None:
-    args = structs.PackArgs()
+    args = STRUCTS["pack_args"]()
     args.rows, args.cols, args.block_rows, args.block_cols, args.element, args.grid = rows, cols, 1, 2**62, 0, 0
     assert kernels.packed_bytes(args) == 0
     args.rows = args.cols = 32

@@ -3,7 +3,7 @@
 A test that asks what one code times one scale becomes cannot go through a quantizer, and one that runs every
 instruction set of the machine in one process cannot go through the public function, which has chosen one. So weights
 are made here as a checkpoint would hold them, their values come from the tables of `minifloat.numerics.formats` in
-float64 and share nothing with the kernels, and `Kernels` fills the structs of ``csrc/api.h`` itself. What the public
+float64 and share nothing with the kernels, and `Kernels` fills the structs of ``native/api.h`` itself. What the public
 functions add (checks, shapes, views) is tested through them.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS, format_struct
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
@@ -212,10 +212,10 @@ class Kernels:
         assert LIBRARY is not None
         self.library = LIBRARY.with_isa(isa)
 
-    def pack_args(self, stored: Stored, codes: torch.Tensor, scales: torch.Tensor | None) -> structs.PackArgs:
+    def pack_args(self, stored: Stored, codes: torch.Tensor, scales: torch.Tensor | None) -> ctypes.Structure:
         """The struct for a weight, without its destination; it points into `codes` and `scales`."""
         (rows, cols), (block_rows, block_cols) = stored.shape, stored.block
-        return structs.PackArgs(
+        return STRUCTS["pack_args"](
             codes=codes.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             rows=rows,
@@ -235,7 +235,7 @@ class Kernels:
         assert size > 0, "no layout for this weight"
         blob = torch.full((size,), 0xA5, dtype=torch.uint8)
         args.packed, args.threads = blob.data_ptr(), threads
-        self.library.pack(args)
+        self.library.call("pack", args)
         return Packed(blob, stored)
 
     def unpack(self, packed: Packed, threads: int = 1) -> Stored:
@@ -245,7 +245,7 @@ class Kernels:
         scales = None if stored.scales is None else torch.full_like(stored.scales, 0x55)
         args = self.pack_args(stored, codes, scales)
         args.packed, args.threads = packed.blob.data_ptr(), threads
-        self.library.unpack(args)
+        self.library.call("unpack", args)
         if stored.kind.element is Element.E2M1:
             codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(1)
         return replace(stored, codes=codes, scales=scales)
@@ -259,12 +259,12 @@ class Kernels:
         threads: int,
         int8_inputs: bool = False,
         batch_invariant: bool = False,
-    ) -> structs.LinearArgs:
+    ) -> ctypes.Structure:
         """The struct for a call; it points into the tensors, and keeps alive only the lists of pointers."""
         pointers = _pointers([weight.blob for weight in weights])
         bias_pointers = None if biases is None else _pointers(biases)
         bias_dtypes = {bias.dtype for bias in biases or () if bias is not None}
-        return structs.LinearArgs(
+        return STRUCTS["linear_args"](
             weights=ctypes.cast(pointers, ctypes.c_void_p),
             biases=None if bias_pointers is None else ctypes.cast(bias_pointers, ctypes.c_void_p),
             x=x.data_ptr(),
@@ -300,7 +300,7 @@ class Kernels:
         width = sum(weight.stored.shape[0] for weight in weights)
         buffer = garbage(x.shape[0], width + _PADDING, x.dtype) if y is None else y
         args = self.linear_args(x, weights, biases, buffer, threads, int8_inputs, batch_invariant)
-        self.library.linear(args)
+        self.library.call("linear", args)
         return _checked(buffer, width) if y is None else y
 
     def rounds_inputs(self, weight: Packed, x: torch.Tensor) -> bool:
@@ -324,7 +324,7 @@ class Kernels:
         buffer = garbage(int(offsets[-1]), width + _PADDING, x.dtype)
         pointers = _pointers([weight.blob for weight in weights])
         bias_pointers = None if biases is None else _pointers(biases)
-        args = structs.MoeArgs(
+        args = STRUCTS["moe_args"](
             weights=ctypes.cast(pointers, ctypes.c_void_p),
             biases=ctypes.cast(bias_pointers, ctypes.c_void_p) if bias_pointers is not None else None,
             offsets=offsets.data_ptr(),
@@ -340,7 +340,7 @@ class Kernels:
             int8_inputs=int8_inputs,
             batch_invariant=batch_invariant,
         )
-        self.library.moe(args)
+        self.library.call("moe", args)
         return _checked(buffer, width)
 
     def round_inputs(
@@ -351,7 +351,7 @@ class Kernels:
         dynamic = InputScaling.TENSOR if spec.granularity == TENSOR else InputScaling.BLOCK
         before, after = _PADDING, _VECTOR
         buffer = garbage(1, before + rows * cols + after, torch.float32)[0]
-        args = structs.RoundInputsArgs(
+        args = STRUCTS["round_inputs_args"](
             x=x.data_ptr(),
             scale=None if scale is None else scale.data_ptr(),
             y=buffer[before:].data_ptr(),
@@ -359,13 +359,13 @@ class Kernels:
             cols=cols,
             x_stride=x.stride(0),
             block_cols=spec.granularity.block((rows, cols))[1],
-            element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+            element=format_struct(element),
             dtype=_CODES[x.dtype],
             scaling=dynamic if scale is None else InputScaling.GIVEN,
             zero_scale=2.0**-FLOAT32.mantissa_bits,
             threads=threads,
         )
-        self.library.round_inputs(args)
+        self.library.call("round_inputs", args)
         assert not written(buffer[:before]).any(), "written before y"
         return _checked(buffer[before:][None], rows * cols).view(rows, cols)
 

@@ -31,10 +31,10 @@ from minifloat.engine.sizing import CacheSize, cache_size, sequence_length
 from minifloat.errors import UsageError
 from minifloat.kernels import native
 from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache
+from minifloat.kernels.decoder_layout import AttentionLayout
 from minifloat.kernels.paged import PagedCache
 from minifloat.model.architecture.complete_config import read_config
 from minifloat.model.architecture.decoder import NotNative, why_not_on_device
-from minifloat.model.architecture.decoder.plan import AttentionPlan
 from minifloat.model.architecture.multimodal import TEXT_ONLY, has_towers
 from minifloat.model.layouts import Description, describe
 from minifloat.model.layouts.inspection import inspect_opened
@@ -196,7 +196,7 @@ def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
     Where no length is asked for, the model's positions are limited to those at which short texts have the factors that
     transformers gives them.
     """
-    limit = blueprint.plan.longest_short_text
+    limit = blueprint.layout.longest_short_text
     if limit is None or (length is not None and length <= limit):
         return blueprint
     if length is None:
@@ -212,7 +212,7 @@ def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
         "other factors to texts up to that length, so that short answers differ from its",
         limit,
     )
-    return replace(blueprint, plan=blueprint.plan.with_long_factors())
+    return replace(blueprint, layout=blueprint.layout.with_long_factors())
 
 
 def _config(checkpoint: Checkpoint) -> Any:
@@ -266,12 +266,12 @@ def _load_device(
     """Load the decoder of GPUs, which also runs on a CPU."""
     if options.activations == "int8":
         raise UsageError("activations int8: the device decoder has no such kernels; the native decoder has")
-    reason = why_not_on_device(blueprint.plan)
+    reason = why_not_on_device(blueprint.layout)
     if reason:
         raise NotNative(reason)
-    layers = blueprint.plan.layers
+    layers = blueprint.layout.layers
     attention = layers[0].attention
-    assert isinstance(attention, AttentionPlan)
+    assert isinstance(attention, AttentionLayout)
     read_scales = functools.partial(kv_head_scales, kv_heads=attention.kv_heads)
     element, scales = _kv_cache(tensors, options, blueprint, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
@@ -355,12 +355,12 @@ def _kv_cache(
         return element or ("float32" if blueprint.dtype == torch.float32 else "bfloat16"), {}
     stored = read_scales(tensors.checkpoint, tensors.description) or {}
     scales = {blueprint.renamed(name): pair for name, pair in stored.items()}
-    if scales.keys() >= {f"{layer.name}.self_attn" for layer in blueprint.plan.layers if layer.has_cache}:
+    if scales.keys() >= {f"{layer.name}.self_attn" for layer in blueprint.layout.layers if layer.has_cache}:
         return E4M3.name, scales
     if is_declared and element is None:
         _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")
         return "bfloat16", {}
-    attentions = [layer.attention for layer in blueprint.plan.layers if isinstance(layer.attention, AttentionPlan)]
+    attentions = [layer.attention for layer in blueprint.layout.layers if isinstance(layer.attention, AttentionLayout)]
     if not scales and all(attention.latent is not None for attention in attentions):
         _LOG.warning("the checkpoint has no scales for an FP8 KV cache: the latents are stored with the scale 1")
         return E4M3.name, {}

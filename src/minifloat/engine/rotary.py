@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.model.architecture.decoder.plan import RotaryPlan
+from minifloat.kernels.decoder_layout import RotaryLayout
 
 
-def rotary_frequencies(plan: RotaryPlan) -> tuple[Tensor, float]:
+def rotary_frequencies(layout: RotaryLayout) -> tuple[Tensor, float]:
     """Return the radians per position, float32 ``[turned dimensions / 2]``, and the factor of cosines and sines."""
-    rope = dict(plan.parameters)
+    rope = dict(layout.parameters)
     rope_type = rope["rope_type"]
-    dim = int(plan.head_dim * rope.get("partial_rotary_factor", 1.0))
+    dim = int(layout.head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope_type == "default":
-        return _frequencies(rope["rope_theta"], dim if plan.partial else plan.head_dim), 1.0
+        return _frequencies(rope["rope_theta"], dim if layout.partial else layout.head_dim), 1.0
     if rope_type == "yarn":
-        return _yarn(rope, dim, plan.positions)
+        return _yarn(rope, dim, layout.positions)
     if rope_type == "proportional":
-        return _proportional(rope, plan.head_dim), 1.0
+        return _proportional(rope, layout.head_dim), 1.0
     if rope_type == "longrope":
-        return _longrope(rope, dim, plan)
+        return _longrope(rope, dim, layout)
     scale = {"linear": _linear, "llama3": _llama3}[rope_type]
     frequencies: Tensor = scale(_frequencies(rope["rope_theta"], dim), rope)
     return frequencies, 1.0
@@ -72,17 +72,17 @@ def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     return torch.where(~is_short & ~is_long, between, stretched)
 
 
-def _longrope(rope: dict[str, Any], dim: int, plan: RotaryPlan) -> tuple[Tensor, float]:
+def _longrope(rope: dict[str, Any], dim: int, layout: RotaryLayout) -> tuple[Tensor, float]:
     """Stretch each wavelength by a factor of its own; short texts have other factors than long ones.
 
     Source: LongRoPE (arXiv 2402.13753).
     """
     context = rope["original_max_position_embeddings"]
-    factor = plan.positions / context if rope.get("factor") is None else rope["factor"]
+    factor = layout.positions / context if rope.get("factor") is None else rope["factor"]
     attention = rope.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(context))
-    stretch = torch.tensor(rope["long_factor" if plan.long else "short_factor"], dtype=torch.float32)
+    stretch = torch.tensor(rope["long_factor" if layout.long else "short_factor"], dtype=torch.float32)
     return 1.0 / (stretch * _powers(rope["rope_theta"], dim)), float(attention)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 
 _WORD = np.dtype(np.uint64)
 
@@ -55,11 +55,11 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
     size -= size % _WORD.itemsize
     words = np.frombuffer(_pages(size), _WORD, size // _WORD.itemsize)
     words.fill(1)  # unwritten pages all map to the same physical page
-    args = structs.ReadArgs(data=words.ctypes.data, bytes=size, threads=threads)
+    args = STRUCTS["read_args"](data=words.ctypes.data, bytes=size, threads=threads)
     samples = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        library.read(args)
+        library.call("read", args)
         samples.append(size / (time.perf_counter() - start))
         assert args.sum == len(words), "the probe did not read what it claims to have read"
     return ReadBandwidth(size, threads, tuple(samples[1:]))

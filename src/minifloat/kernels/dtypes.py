@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import UnsupportedTensorError
+from minifloat.kernels.native.structs import CONSTANTS
 
 #: ``enum minifloat_dtype``.
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+DTYPES = {torch.bfloat16: CONSTANTS["BF16"], torch.float16: CONSTANTS["F16"], torch.float32: CONSTANTS["F32"]}
 
 
 def has_kernel(tensor: Tensor) -> bool:

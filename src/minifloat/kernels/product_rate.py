@@ -13,13 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from minifloat.kernels import native, processors
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import CONSTANTS, STRUCTS
 
 _ROWS, _COLUMNS = 1024, 1024
 #: The fastest of so many products counts: the first one starts threads and touches the memory.
 _REPEATS = 5
-#: ``enum minifloat_dtype``: bfloat16.
-_BF16 = 0
 #: The bits of 1.0 in bfloat16.
 _ONE = 0x3F80
 
@@ -42,7 +40,7 @@ def _native_product(threads: int) -> Callable[[], object] | None:
         return None
     x, y = (np.full((_ROWS, _COLUMNS), _ONE, np.uint16) for _ in range(2))
     out = np.zeros((_COLUMNS, _COLUMNS), np.float32)
-    args = structs.GramArgs(
+    args = STRUCTS["gram_args"](
         x=x.ctypes.data,
         y=y.ctypes.data,
         out=out.ctypes.data,
@@ -51,14 +49,14 @@ def _native_product(threads: int) -> Callable[[], object] | None:
         y_cols=_COLUMNS,
         x_stride=_COLUMNS,
         y_stride=_COLUMNS,
-        dtype=_BF16,
+        dtype=CONSTANTS["BF16"],
         symmetric=False,
         threads=threads,
     )
     arrays = (x, y, out)
 
     def product() -> object:
-        library.gram(args)
+        library.call("gram", args)
         return arrays  # `args` holds their addresses only
 
     return product

@@ -8,7 +8,7 @@ import pytest
 from native_cases import CASES, config_of, greedy, model_of, write
 
 from minifloat.engine import Engine, EngineOptions, SamplingParams
-from minifloat.model.architecture.decoder import decoder_plan, why_not_on_device
+from minifloat.model.architecture.decoder import decoder_layout, why_not_on_device
 from minifloat.model.architecture.multimodal import text_of
 
 #: Cases that have no part which it lacks.
@@ -39,7 +39,7 @@ LACKS = {
 
 
 def test_the_parts_of_plans_say_which_families_it_runs() -> None:
-    found = {name: why_not_on_device(decoder_plan(text_of(config_of(name)).config)) for name in CASES}
+    found = {name: why_not_on_device(decoder_layout(text_of(config_of(name)).config)) for name in CASES}
     assert [name for name, reason in found.items() if not reason] == RUN
     for name, part in LACKS.items():
         assert found[name].startswith(f"the decoder of GPUs does not have {part}")

@@ -208,9 +208,11 @@ def test_zero_rows_give_an_empty_result(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("cols", 0), ("rows", -1), ("dtype", 3), ("scaling", 3), ("scaling", 0)])
 def test_the_library_refuses_what_would_leave_its_memory(kernels: Kernels, field: str, value: int) -> None:
-    from minifloat.kernels.native import structs
+    from minifloat.kernels.native.structs import STRUCTS
 
-    args = structs.RoundInputsArgs(rows=1, cols=1, block_cols=1, scaling=2, element=structs.Format(8, 3, -6, E4M3.max))
+    args = STRUCTS["round_inputs_args"](
+        rows=1, cols=1, block_cols=1, scaling=2, element=STRUCTS["format"](8, 3, -6, E4M3.max)
+    )
     setattr(args, field, value)
     with pytest.raises(ValueError, match="refused"):
-        kernels.library.round_inputs(args)
+        kernels.library.call("round_inputs", args)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from kernel_cases import DTYPES, KINDS, Guarded, Kernels, Packed, bits, make
-
-from minifloat.kernels.native import structs
 
 M = (1, 2, 5, 16, 17, 33, 70)
 #: Ragged: neither a multiple of the rows of a panel nor of the columns of a step; and exact multiples of both.
@@ -47,7 +47,7 @@ def test_x_may_be_at_an_odd_byte(kernels: Kernels, kind: str, dtype: torch.dtype
         y = torch.empty(m, 47, dtype=dtype)
         args = kernels.linear_args(x, [packed], None, y, 1)
         args.x = memory.data_ptr() + 1
-        kernels.library.linear(args)
+        kernels.library.call("linear", args)
         assert torch.equal(bits(y), bits(kernels.linear(x, packed)))
 
 
@@ -115,7 +115,7 @@ def test_zero_rows_access_no_memory(kernels: Kernels, kind: str) -> None:
     packed = kernels.pack(make(kind, 47, 100))
     args = kernels.linear_args(torch.empty(0, 100), [packed], None, torch.empty(0, 47), 1)
     args.x = args.y = None
-    kernels.library.linear(args)
+    kernels.library.call("linear", args)
 
 
 def test_memory_that_holds_no_packed_weight_is_refused(kernels: Kernels) -> None:
@@ -125,10 +125,10 @@ def test_memory_that_holds_no_packed_weight_is_refused(kernels: Kernels) -> None
         blob = packed.blob.clone()
         blob[offset] = value
         with pytest.raises(ValueError, match="status 3"):
-            kernels.library.linear(kernels.linear_args(x, [Packed(blob, packed.stored)], None, y, 1))
+            kernels.library.call("linear", kernels.linear_args(x, [Packed(blob, packed.stored)], None, y, 1))
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), packed.blob])[1:]
     with pytest.raises(ValueError, match="status 3"):
-        kernels.library.linear(kernels.linear_args(x, [Packed(shifted, packed.stored)], None, y, 1))
+        kernels.library.call("linear", kernels.linear_args(x, [Packed(shifted, packed.stored)], None, y, 1))
     assert (y == 0).all()
 
 
@@ -137,7 +137,7 @@ def test_weights_of_one_call_are_of_one_format_and_width(kernels: Kernels, other
     x, y = torch.ones(1, 100), torch.zeros(1, 94)
     weights = [kernels.pack(make("mxfp4", 47, 100)), kernels.pack(make(*other))]
     with pytest.raises(ValueError, match="status 3"):
-        kernels.library.linear(kernels.linear_args(x, weights, None, y, 1))
+        kernels.library.call("linear", kernels.linear_args(x, weights, None, y, 1))
     assert (y == 0).all()
 
 
@@ -147,8 +147,8 @@ def test_weights_of_one_call_are_of_one_format_and_width(kernels: Kernels, other
 def test_fields_out_of_range_are_refused(kernels: Kernels, field: str, value: int | None) -> None:
     x, y = torch.ones(1, 100), torch.zeros(1, 47)
     packed = kernels.pack(make("mxfp4", 47, 100))
-    args: structs.LinearArgs = kernels.linear_args(x, [packed], None, y, 1)
+    args: ctypes.Structure = kernels.linear_args(x, [packed], None, y, 1)
     setattr(args, field, value)
     with pytest.raises(ValueError, match="status 2"):
-        kernels.library.linear(args)
+        kernels.library.call("linear", args)
     assert (y == 0).all()

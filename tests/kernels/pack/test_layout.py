@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from kernel_cases import ISAS, KINDS, Element, Grid, Guarded, Kernels, Stored, fits, make
-
-from minifloat.kernels.native import structs
 
 SHAPES = ((1, 2), (1, 1), (31, 32), (32, 64), (33, 65), (47, 100), (130, 258), (64, 129))
 
@@ -80,12 +80,12 @@ def test_nothing_is_read_or_written_beyond_the_ends(kernels: Kernels, kind: str)
             blob = place(Guarded(expected.nbytes), torch.full_like(expected, 0xA5))
             args = kernels.pack_args(stored, guarded_codes, guarded_scales)
             args.packed = blob.data_ptr()
-            kernels.library.pack(args)
+            kernels.library.call("pack", args)
             assert torch.equal(blob, expected)
             for tensor in (guarded_codes, guarded_scales):
                 if tensor is not None:
                     tensor.view(torch.uint8).fill_(0x33)
-            kernels.library.unpack(args)
+            kernels.library.call("unpack", args)
             assert torch.equal(guarded_codes, codes)
             if scales is not None:
                 assert guarded_scales is not None
@@ -104,7 +104,7 @@ def test_codes_at_any_address_and_scales_at_that_of_a_float(kernels: Kernels, ki
         scales = torch.cat([scales.flatten()[:1], scales.flatten()])[1:]
     args = kernels.pack_args(stored, memory, scales)
     args.codes, args.packed = memory.data_ptr() + 1, blob.data_ptr()
-    kernels.library.pack(args)
+    kernels.library.call("pack", args)
     assert torch.equal(blob, expected)
 
 
@@ -200,7 +200,7 @@ def test_a_weight_without_a_layout_is_refused(kernels: Kernels, kind: str, chang
         setattr(args, field, value)
     assert kernels.library.packed_bytes(args) == 0
     with pytest.raises(ValueError, match="status 2"):
-        kernels.library.pack(args)
+        kernels.library.call("pack", args)
     assert (blob == 0).all()
 
 
@@ -212,14 +212,14 @@ def test_a_missing_pointer_is_refused(kernels: Kernels, field: str) -> None:
     args.packed = blob.data_ptr()
     setattr(args, field, None)
     with pytest.raises(ValueError, match="status 2"):
-        kernels.library.pack(args)
+        kernels.library.call("pack", args)
 
 
 def test_memory_that_holds_another_weight_is_not_unpacked(kernels: Kernels) -> None:
     packed = kernels.pack(make("mxfp4", 40, 100))
     for other in (make("mxfp4", 41, 100), make("mxfp4", 40, 98), make("nvfp4", 40, 100), make("mxfp8", 40, 100)):
         codes = other.bytes_of_codes()
-        args: structs.PackArgs = kernels.pack_args(other, codes, other.scales)
+        args: ctypes.Structure = kernels.pack_args(other, codes, other.scales)
         args.packed = packed.blob.data_ptr()
         with pytest.raises(ValueError, match="status 3"):
-            kernels.library.unpack(args)
+            kernels.library.call("unpack", args)

@@ -11,7 +11,7 @@ from modes import each_pair
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 from minifloat.kernels.rounding import GRAM_DTYPES, gram
 
 _CODES = {torch.bfloat16: 0, torch.float32: 2}
@@ -31,8 +31,9 @@ def run(kernels: Kernels, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, t
     """Add to a copy of `out`, between guards that are checked; `y` may be `x`."""
     buffer = torch.full((out.numel() + 128,), 7.0)
     result = buffer[64 : 64 + out.numel()].view(out.shape).copy_(out)
-    kernels.library.gram(
-        structs.GramArgs(
+    kernels.library.call(
+        "gram",
+        STRUCTS["gram_args"](
             x=x.data_ptr(),
             y=y.data_ptr(),
             out=result.data_ptr(),
@@ -44,7 +45,7 @@ def run(kernels: Kernels, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, t
             dtype=_CODES[x.dtype],
             symmetric=y is x,
             threads=threads,
-        )
+        ),
     )
     assert (buffer[:64] == 7.0).all()
     assert (buffer[64 + out.numel() :] == 7.0).all()
@@ -154,12 +155,12 @@ def test_sums_round_to_nearest_even_whatever_the_caller_rounds_to(kernels: Kerne
 def test_the_library_refuses_what_would_leave_its_memory(kernels: Kernels, field: str, value: int | None) -> None:
     x = inputs(4, 4, torch.float32)
     out = torch.zeros(4, 4)
-    args = structs.GramArgs(x=x.data_ptr(), y=x.data_ptr(), out=out.data_ptr(), rows=4, x_cols=4, y_cols=4)
+    args = STRUCTS["gram_args"](x=x.data_ptr(), y=x.data_ptr(), out=out.data_ptr(), rows=4, x_cols=4, y_cols=4)
     args.x_stride = args.y_stride = 4
     args.dtype, args.symmetric, args.threads = _CODES[x.dtype], 1, 1
     setattr(args, field, value)
     with pytest.raises(ValueError, match="refused"):
-        kernels.library.gram(args)
+        kernels.library.call("gram", args)
 
 
 @dtypes

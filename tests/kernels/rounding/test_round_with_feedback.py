@@ -11,7 +11,7 @@ from modes import each_value
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS, format_struct
 from minifloat.kernels.rounding import reference, round_with_feedback
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, E5M2, E8M0, ElementFormat
@@ -54,7 +54,7 @@ def run(kernels: Kernels, case: Case, threads: int = 1, fill: int = 0) -> torch.
     rows, cols = case.weight.shape
     buffer = torch.full((rows * cols + 128,), fill, dtype=torch.uint8)
     element = case.element
-    args = structs.RoundWithFeedbackArgs(
+    args = STRUCTS["round_with_feedback_args"](
         weight=case.weight.data_ptr(),
         scales=case.scales.data_ptr(),
         group_of=case.groups.data_ptr(),
@@ -63,10 +63,10 @@ def run(kernels: Kernels, case: Case, threads: int = 1, fill: int = 0) -> torch.
         rows=rows,
         cols=cols,
         groups=case.scales.shape[1],
-        element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+        element=format_struct(element),
         threads=threads,
     )
-    kernels.library.round_with_feedback(args)
+    kernels.library.call("round_with_feedback", args)
     assert (buffer[:64] == fill).all()
     assert (buffer[rows * cols + 64 :] == fill).all()
     return buffer[64 : rows * cols + 64].view(rows, cols)

@@ -10,7 +10,7 @@ import pytest
 from native_cases import CASES, TOWERS, VOCAB, config_of, config_with_tower
 
 from minifloat.model.architecture.complete_config import _STATED, read_config
-from minifloat.model.architecture.decoder import NATIVE, decoder_plan
+from minifloat.model.architecture.decoder import NATIVE, decoder_layout
 from minifloat.model.architecture.decoder_config import DecoderConfig, read_decoder_config
 from minifloat.model.architecture.full_config import full_config, position_limit
 from minifloat.model.architecture.multimodal import text_of
@@ -35,7 +35,7 @@ def same(values: dict[str, Any]) -> DecoderConfig:
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert position_limit(ours) == position_limit(theirs)
     text, their_text = text_of(ours).config, text_of(theirs).config
-    assert decoder_plan(text) == decoder_plan(their_text)
+    assert decoder_layout(text) == decoder_layout(their_text)
     left = {"name_or_path"}  # of the whole model alone
     left |= {"per_layer_config", "head_dim", "num_key_value_heads"} if hasattr(text, "per_layer_config") else set()
     for name, value in vars(text).items():

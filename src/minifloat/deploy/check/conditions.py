@@ -431,7 +431,7 @@ def only_text(case: Case) -> Iterator[str]:
 
 def _why_not_native(case: Case) -> str:
     """Return why the target's decoder does not run the text model, as far as its config tells; empty if it does."""
-    from minifloat.model.architecture.decoder import NotNative, decoder_plan, why_not_on_device, why_not_type
+    from minifloat.model.architecture.decoder import NotNative, decoder_layout, why_not_on_device, why_not_type
     from minifloat.model.architecture.decoder.parts import why_not_rope
     from minifloat.model.architecture.multimodal import text_type
 
@@ -443,7 +443,7 @@ def _why_not_native(case: Case) -> str:
     if reason:
         return reason
     try:
-        plan = decoder_plan(_full_text_config({**subject.config, "model_type": model_type}))
+        plan = decoder_layout(_full_text_config({**subject.config, "model_type": model_type}))
     except NotNative as error:
         return str(error)
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError):

@@ -21,6 +21,7 @@ from minifloat.engine.device.inputs import FP8Inputs
 from minifloat.engine.loading_log import logged_layers
 from minifloat.engine.rotary import rotary_frequencies
 from minifloat.errors import KernelUnavailable
+from minifloat.kernels.decoder_layout import AttentionLayout, LayerLayout, LinearLayout, MlpLayout, NormLayout
 from minifloat.kernels.paged import (
     PagedCache,
     add_norm,
@@ -30,7 +31,6 @@ from minifloat.kernels.paged import (
     rotate_and_store,
     silu_and_multiply,
 )
-from minifloat.model.architecture.decoder.plan import AttentionPlan, LayerPlan, LinearPlan, MlpPlan, NormPlan
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
 from minifloat.model.runtime.tensors import listing
@@ -199,24 +199,24 @@ def build_device_decoder(
     inputs: FP8Inputs | None = None,
 ) -> DeviceDecoder:
     """Read the weights of a model, and put those side by side that the same input is multiplied with."""
-    plan = blueprint.plan
-    attention = plan.layers[0].attention
+    layout = blueprint.layout
+    attention = layout.layers[0].attention
     builder = _Builder(blueprint, weights, impl, inputs)
     with weights.reading_ahead():
-        embedding = weights.tensor(plan.embedding)
-        is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
+        embedding = weights.tensor(layout.embedding)
+        is_tied = weights.is_same_tensor(layout.embedding, layout.lm_head.weight)
         head = builder.lm_head(embedding if is_tied else None, lm_head)
-        layers = tuple(builder.layer(layer) for layer in logged_layers(plan.layers))
-        norm = builder.norm(plan.norm)
+        layers = tuple(builder.layer(layer) for layer in logged_layers(layout.layers))
+        norm = builder.norm(layout.norm)
     builder.warn()
-    assert isinstance(attention, AttentionPlan), "`why_not_on_device` refuses layers without it"
+    assert isinstance(attention, AttentionLayout), "`why_not_on_device` refuses layers without it"
     assert attention.rotary is not None, "`why_not_on_device` refuses models without a rotary embedding"
     inv_freq, attention_scaling = rotary_frequencies(attention.rotary)
     return DeviceDecoder(
         dtype=blueprint.dtype,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        eps=plan.norm.eps,
+        eps=layout.norm.eps,
         rotary=rotary_table(inv_freq.to(embedding.device), attention_scaling, positions),
         scale=attention.scale,
         embedding=embedding,
@@ -234,36 +234,36 @@ class _Builder:
         self._blueprint, self._weights, self._impl, self._inputs = blueprint, weights, impl, inputs
         self._dequantized: dict[str, list[str]] = {}
 
-    def layer(self, plan: LayerPlan) -> DeviceLayer:
-        attention, mlp = plan.attention, plan.mlp
-        assert isinstance(attention, AttentionPlan), "`why_not_on_device` refuses layers without it"
-        assert isinstance(mlp, MlpPlan), "`why_not_on_device` refuses mixtures of experts"
-        assert plan.input_norm is not None, "`why_not_on_device` refuses layers without it"
-        assert plan.mlp_norm is not None, "`why_not_on_device` refuses layers without it"
+    def layer(self, layout: LayerLayout) -> DeviceLayer:
+        attention, mlp = layout.attention, layout.mlp
+        assert isinstance(attention, AttentionLayout), "`why_not_on_device` refuses layers without it"
+        assert isinstance(mlp, MlpLayout), "`why_not_on_device` refuses mixtures of experts"
+        assert layout.input_norm is not None, "`why_not_on_device` refuses layers without it"
+        assert layout.mlp_norm is not None, "`why_not_on_device` refuses layers without it"
         norms = [None if norm is None else self.norm(norm) for norm in (attention.q_norm, attention.k_norm)]
         return DeviceLayer(
-            input_norm=self.norm(plan.input_norm),
+            input_norm=self.norm(layout.input_norm),
             qkv=self._linears(attention.qkv),
             out=self._linears([attention.out]),
             head_norms=(norms[0], norms[1]),
             window=attention.window,
-            mlp_norm=self.norm(plan.mlp_norm),
+            mlp_norm=self.norm(layout.mlp_norm),
             gate_up=self._linears(mlp.gate_up),
             down=self._linears([mlp.down]),
         )
 
-    def norm(self, plan: NormPlan) -> Tensor:
+    def norm(self, layout: NormLayout) -> Tensor:
         """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
-        assert plan.weight is not None, "`why_not_on_device` refuses norms without weights"
-        return self._weights.tensor(plan.weight).float().contiguous()
+        assert layout.weight is not None, "`why_not_on_device` refuses norms without weights"
+        return self._weights.tensor(layout.weight).float().contiguous()
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> FusedLinear:
         """Return the last linear."""
-        plan = self._blueprint.plan.lm_head
-        weight = self._weights.matrix(plan.weight) if tied is None else tied
+        layout = self._blueprint.layout.lm_head
+        weight = self._weights.matrix(layout.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
             weight = quantize_lm_head(weight, quantize, tied=tied is not None)
-        return FusedLinear((self._held(weight, plan.name),), (None,))
+        return FusedLinear((self._held(weight, layout.name),), (None,))
 
     def warn(self) -> None:
         """Log the weights that are held dequantized, one warning per reason."""
@@ -273,10 +273,10 @@ class _Builder:
         if self._inputs is not None:
             self._inputs.report()
 
-    def _linears(self, plans: Sequences[LinearPlan]) -> FusedLinear:
+    def _linears(self, layouts: Sequences[LinearLayout]) -> FusedLinear:
         """Return linears with the same input: as one weight where that is possible, else as several."""
-        weights = [self._weights.matrix(plan.weight) for plan in plans]
-        biases = [None if plan.bias is None else self._weights.tensor(plan.bias).contiguous() for plan in plans]
+        weights = [self._weights.matrix(layout.weight) for layout in layouts]
+        biases = [None if layout.bias is None else self._weights.tensor(layout.bias).contiguous() for layout in layouts]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
         fused: Tensor | QuantizedTensor | None = None
@@ -286,12 +286,12 @@ class _Builder:
             fused = _side_by_side(quantized)
         if fused is not None:
             bias = _joined(biases, [weight.shape[0] for weight in weights])
-            return FusedLinear((self._held(fused, plans[0].name, plans),), (bias,))
-        held = tuple(self._held(weight, plan.name, [plan]) for weight, plan in zip(weights, plans, strict=True))
+            return FusedLinear((self._held(fused, layouts[0].name, layouts),), (bias,))
+        held = tuple(self._held(weight, layout.name, [layout]) for weight, layout in zip(weights, layouts, strict=True))
         return FusedLinear(held, tuple(biases))
 
     def _held(
-        self, weight: Tensor | QuantizedTensor, name: str, plans: Sequences[LinearPlan] = ()
+        self, weight: Tensor | QuantizedTensor, name: str, layouts: Sequences[LinearLayout] = ()
     ) -> Tensor | QuantizedWeight:
         """Return a weight in the form of the device's kernels, or dequantized."""
         if isinstance(weight, Tensor):
@@ -299,17 +299,17 @@ class _Builder:
         module = QuantizedWeight(weight, self._blueprint.dtype)
         reason = "the reference was asked for" if self._impl == "reference" else module.pack()
         if not reason:
-            module.prefill = self._prefill(weight, plans)
+            module.prefill = self._prefill(weight, layouts)
             return module
         if self._impl not in ("auto", "reference"):
             raise KernelUnavailable(f"{name}: the kernels cannot multiply it: {reason}")
         self._dequantized.setdefault(reason, []).append(name)
         return weight.dequantize(self._blueprint.dtype)
 
-    def _prefill(self, weight: QuantizedTensor, plans: Sequences[LinearPlan]) -> QuantizedWeight | None:
+    def _prefill(self, weight: QuantizedTensor, layouts: Sequences[LinearLayout]) -> QuantizedWeight | None:
         if self._inputs is None:
             return None
-        stored = [self._weights.stored(plan.weight) for plan in plans]
+        stored = [self._weights.stored(layout.weight) for layout in layouts]
         known = [each for each in stored if each is not None]
         return self._inputs.weight(weight, known, self._blueprint.dtype) if known else None
 

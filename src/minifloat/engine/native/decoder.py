@@ -13,7 +13,7 @@ from minifloat.engine.native.layers import LayerBuilder, rounded
 from minifloat.engine.native.weights import NativeWeights
 from minifloat.errors import MinifloatError
 from minifloat.kernels.decoder import Decoder
-from minifloat.model.architecture.decoder.plan import NotNative
+from minifloat.kernels.decoder_layout import NotNative
 from minifloat.model.runtime.kv_scales import KVScales
 from minifloat.model.runtime.packing import Packing
 from minifloat.model.runtime.weights import WeightSource
@@ -32,17 +32,17 @@ def build_native_decoder(
 ) -> Decoder:
     """Read and pack the weights of a model."""
     packed = NativeWeights(blueprint, weights, Packing(impl, torch.device("cpu"), int8_inputs=int8_inputs))
-    plan, builder = blueprint.plan, LayerBuilder(packed)
+    layout, builder = blueprint.layout, LayerBuilder(packed)
     with weights.reading_ahead():
-        embedding = packed.table(plan.embedding)
+        embedding = packed.table(layout.embedding)
         inputs = builder.inputs()
-        is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
+        is_tied = weights.is_same_tensor(layout.embedding, layout.lm_head.weight)
         head = packed.lm_head(embedding if is_tied else None, lm_head)
         layers = tuple(
-            builder.layer(layer, scales.get(f"{plan.cached_in(layer).name}.self_attn", (1.0, 1.0)))
-            for layer in logged_layers(plan.layers)
+            builder.layer(layer, scales.get(f"{layout.cached_in(layer).name}.self_attn", (1.0, 1.0)))
+            for layer in logged_layers(layout.layers)
         )
-        norm = packed.norm(plan.norm)
+        norm = packed.norm(layout.norm)
     packed.warn()
     try:
         return Decoder(
@@ -52,8 +52,8 @@ def build_native_decoder(
             norm=norm,
             lm_head=head,
             embedding_factor=embedding_factor(blueprint),
-            logits_factor=plan.logits_factor,
-            logits_cap=plan.logits_cap,
+            logits_factor=layout.logits_factor,
+            logits_cap=layout.logits_cap,
             int8_inputs=int8_inputs,
             batch_invariant=batch_invariant,
             inputs=inputs,
@@ -64,5 +64,5 @@ def build_native_decoder(
 
 def embedding_factor(blueprint: Blueprint) -> float:
     """Return what multiplies the embedding, rounded as transformers rounds it."""
-    plan = blueprint.plan
-    return rounded(plan.embedding_factor, blueprint.dtype if plan.rounds_embedding_factor else torch.float32)
+    layout = blueprint.layout
+    return rounded(layout.embedding_factor, blueprint.dtype if layout.rounds_embedding_factor else torch.float32)

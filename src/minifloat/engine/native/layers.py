@@ -1,6 +1,12 @@
-"""`LayerBuilder`: the parts of the decoder of the CPU from their plans."""
+"""`LayerBuilder`: the parts of the decoder of the CPU from their layouts.
+
+A part has the options of its layout, and for each parameter that the layout names, the weight or the tensor.
+"""
 
 from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,7 +14,6 @@ from torch import Tensor
 from minifloat.engine.native.weights import NativeWeights, grouped
 from minifloat.engine.rotary import rotary_frequencies
 from minifloat.kernels.decoder import (
-    Activation,
     Attention,
     DeltaNet,
     ExpertNorms,
@@ -21,20 +26,25 @@ from minifloat.kernels.decoder import (
     Rotary,
     Router,
 )
-from minifloat.kernels.moe import PackedExperts
-from minifloat.model.architecture.decoder.plan import (
-    ActivationPlan,
-    AttentionPlan,
-    DeltaPlan,
-    ExpertNormsPlan,
-    ExpertsPlan,
-    LatentPlan,
-    LayerInputPlan,
-    LayerPlan,
-    MlpPlan,
-    RotaryPlan,
-    RouterPlan,
+from minifloat.kernels.decoder_layout import (
+    AttentionLayout,
+    DeltaLayout,
+    ExpertNormsLayout,
+    ExpertsLayout,
+    LatentLayout,
+    LayerInputLayout,
+    LayerLayout,
+    LinearLayout,
+    MlpLayout,
+    NormLayout,
+    RotaryLayout,
+    RouterLayout,
 )
+from minifloat.kernels.moe import PackedExperts
+
+_Part = TypeVar("_Part")
+#: Layouts whose parts have the same fields.
+_PARTS = {MlpLayout: Mlp, RouterLayout: Router, ExpertNormsLayout: ExpertNorms, LayerInputLayout: LayerInput}
 
 
 class LayerBuilder:
@@ -42,167 +52,109 @@ class LayerBuilder:
 
     def __init__(self, packed: NativeWeights) -> None:
         self._packed = packed
-        self._rotaries: dict[RotaryPlan, Rotary] = {}
+        self._rotaries: dict[RotaryLayout, Rotary] = {}
 
     def inputs(self) -> LayerInputs | None:
         """Return what layers read of a token besides the residual stream, or None."""
-        plan = self._packed.blueprint.plan.inputs
-        if plan is None:
+        blueprint = self._packed.blueprint
+        layout = blueprint.layout.inputs
+        if layout is None:
             return None
-        return LayerInputs(
-            table=self._packed.table(plan.table),
-            projection=self._packed.linear(plan.projection),
-            norm=self._packed.norm(plan.norm),
-            table_factor=rounded(plan.table_factor, self._packed.blueprint.dtype),
-            factor=plan.factor,
-        )
+        factor = rounded(layout.table_factor, blueprint.dtype)
+        return self._part(LayerInputs, layout, table=self._packed.table(layout.table), table_factor=factor)
 
-    def layer(self, plan: LayerPlan, kv_scales: tuple[float, float]) -> Layer:
+    def layer(self, layout: LayerLayout, kv_scales: tuple[float, float]) -> Layer:
         """Return a layer."""
-        return Layer(
-            input_norm=self._packed.norm_or_none(plan.input_norm),
-            attention_norm=self._packed.norm_or_none(plan.attention_norm),
-            attention=self._mixer(plan.attention, kv_scales),
-            mlp_norm=self._packed.norm_or_none(plan.mlp_norm),
-            result_norm=self._packed.norm_or_none(plan.result_norm),
-            mlp=self._mlp(plan.mlp) if isinstance(plan.mlp, MlpPlan) else self._experts(plan.mlp),
-            parallel=plan.parallel,
-            residual_factor=plan.residual_factor,
-            cache_of=plan.cache_of,
-            input=None if plan.input is None else self._input(plan.input),
-            scalar=1.0 if plan.scalar is None else float(self._packed.weights.tensor(plan.scalar)),
+        before = {name: self._read(getattr(layout, name)) for name in ("input_norm", "attention_norm")}
+        if isinstance(layout.attention, DeltaLayout):
+            before["attention"] = self._delta(layout.attention)
+        else:
+            before["attention"] = self._attention(layout.attention, kv_scales)
+        after = {name: self._read(getattr(layout, name)) for name in ("mlp_norm", "result_norm", "mlp", "input")}
+        scalar = 1.0 if layout.scalar is None else float(self._packed.weights.tensor(layout.scalar))
+        return self._part(Layer, layout, **before, **after, scalar=scalar)
+
+    def _part(self, kind: type[_Part], layout: Any, **given: Any) -> _Part:
+        """Return a part whose fields are `given`, or the options and parameters of the same names in its layout."""
+        options = {name for base in kind.__bases__ for name in getattr(base, "__dataclass_fields__", {})}
+        for field in fields(kind):  # type: ignore[arg-type]
+            name = field.name
+            if name in given:
+                continue
+            if name in options:
+                given[name] = getattr(layout, name)
+            elif name.endswith("_bias"):
+                linears = getattr(layout, name.removesuffix("_bias"))
+                single = isinstance(linears, LinearLayout)
+                given[name] = self._packed.bias(linears) if single else self._packed.biases(linears)
+            else:
+                given[name] = self._read(getattr(layout, name))
+        return kind(**given)
+
+    def _read(self, layout: Any) -> Any:
+        """Return what a layout describes; a name is that of a parameter, which becomes float32."""
+        if isinstance(layout, str):
+            return self._packed.vector(layout)
+        if isinstance(layout, tuple):
+            return self._packed.fused(layout)
+        if isinstance(layout, LinearLayout):
+            return self._packed.linear(layout)
+        if isinstance(layout, NormLayout):
+            return self._packed.norm(layout)
+        if isinstance(layout, RotaryLayout):
+            if layout not in self._rotaries:
+                self._rotaries[layout] = Rotary(*rotary_frequencies(layout), interleaved=layout.interleaved)
+            return self._rotaries[layout]
+        if isinstance(layout, ExpertsLayout):
+            return self._experts(layout)
+        return self._part(_PARTS[type(layout)], layout) if type(layout) in _PARTS else layout
+
+    def _delta(self, layout: DeltaLayout) -> DeltaNet:
+        weights = self._packed.weights
+        return self._part(
+            DeltaNet,
+            layout,
+            conv=weights.tensor(layout.conv).float()[:, 0].T.contiguous(),
+            decay=weights.tensor(layout.decay).float().exp(),
         )
 
-    def _input(self, plan: LayerInputPlan) -> LayerInput:
-        return LayerInput(
-            gate=self._packed.linear(plan.gate),
-            out=self._packed.linear(plan.out),
-            norm=self._packed.norm(plan.norm),
-            activation=_activation(plan.activation),
-        )
+    def _attention(self, layout: AttentionLayout, kv_scales: tuple[float, float]) -> Attention:
+        latent = None if layout.latent is None else self._latent(layout.latent, layout.heads)
+        return self._part(Attention, layout, latent=latent, k_scale=kv_scales[0], v_scale=kv_scales[1])
 
-    def _rotary(self, plan: RotaryPlan | None) -> Rotary | None:
-        """Return a rotary embedding, the same for equal plans."""
-        if plan is not None and plan not in self._rotaries:
-            self._rotaries[plan] = Rotary(*rotary_frequencies(plan), interleaved=plan.interleaved)
-        return None if plan is None else self._rotaries[plan]
-
-    def _mixer(self, plan: AttentionPlan | DeltaPlan, kv_scales: tuple[float, float]) -> Attention | DeltaNet:
-        return self._delta(plan) if isinstance(plan, DeltaPlan) else self._attention(plan, kv_scales)
-
-    def _delta(self, plan: DeltaPlan) -> DeltaNet:
-        return DeltaNet(
-            k_heads=plan.k_heads,
-            v_heads=plan.v_heads,
-            k_dim=plan.k_dim,
-            v_dim=plan.v_dim,
-            qkvz=self._packed.fused(plan.qkvz),
-            ba=self._packed.fused(plan.ba),
-            out=self._packed.linear(plan.out),
-            conv=self._packed.weights.tensor(plan.conv).float()[:, 0].T.contiguous(),
-            decay=self._packed.weights.tensor(plan.decay).float().exp(),
-            dt_bias=self._packed.weights.tensor(plan.dt_bias).float().contiguous(),
-            norm=self._packed.norm(plan.norm),
-            grouped=plan.grouped,
-        )
-
-    def _attention(self, plan: AttentionPlan, kv_scales: tuple[float, float]) -> Attention:
-        return Attention(
-            heads=plan.heads,
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            scale=plan.scale,
-            qkv=self._packed.fused(plan.qkv),
-            out=self._packed.linear(plan.out),
-            qkv_bias=self._packed.biases(plan.qkv),
-            out_bias=self._packed.bias(plan.out),
-            rotary=self._rotary(plan.rotary),
-            q_norm=self._packed.norm_or_none(plan.q_norm),
-            k_norm=self._packed.norm_or_none(plan.k_norm),
-            v_norm=self._packed.norm_or_none(plan.v_norm),
-            values=plan.values,
-            whole_norms=plan.whole_norms,
-            window=plan.window,
-            sinks=self._packed.vector(plan.sinks),
-            score_cap=plan.score_cap,
-            clip=plan.clip,
-            gated=plan.gated,
-            latent=None if plan.latent is None else self._latent(plan.latent, plan.heads),
-            k_scale=kv_scales[0],
-            v_scale=kv_scales[1],
-        )
-
-    def _latent(self, plan: LatentPlan, heads: int) -> Latent:
-        keys, values, factors = self._packed.latent_heads(plan, heads)
-        return Latent(
-            keys=grouped(PackedExperts, keys, plan.up.name),
-            values=grouped(PackedExperts, values, plan.up.name),
+    def _latent(self, layout: LatentLayout, heads: int) -> Latent:
+        keys, values, factors = self._packed.latent_heads(layout, heads)
+        return self._part(
+            Latent,
+            layout,
+            keys=grouped(PackedExperts, keys, layout.up.name),
+            values=grouped(PackedExperts, values, layout.up.name),
             key_factors=factors,
-            kv_norm=self._packed.norm_or_none(plan.kv_norm),
-            q_up=None if plan.q_up is None else self._packed.linear(plan.q_up),
-            q_norm=self._packed.norm_or_none(plan.q_norm),
         )
 
-    def _mlp(self, plan: MlpPlan) -> Mlp:
-        return Mlp(
-            self._packed.fused(plan.gate_up),
-            self._packed.linear(plan.down),
-            self._packed.biases(plan.gate_up),
-            self._packed.bias(plan.down),
-            _activation(plan.activation),
-        )
-
-    def _experts(self, plan: ExpertsPlan) -> Experts:
-        gate_up = self._packed.stacks(plan.gate_up, plan.interleaved)
-        shared_gate = self._packed.vector(plan.shared_gate)
-        return Experts(
-            router=self._router(plan.router),
+    def _experts(self, layout: ExpertsLayout) -> Experts:
+        gate_up = self._packed.stacks(layout.gate_up, layout.interleaved)
+        shared_gate = self._packed.vector(layout.shared_gate)
+        down_bias = None if layout.down_bias is None else self._packed.weights.tensor(layout.down_bias).contiguous()
+        return self._part(
+            Experts,
+            layout,
             gate_up=gate_up,
-            down=self._packed.stacks(plan.down)[0],
-            gate_up_bias=self._gate_up_biases(plan, len(gate_up)),
-            down_bias=None if plan.down_bias is None else self._packed.weights.tensor(plan.down_bias).contiguous(),
-            activation=_activation(plan.activation),
-            shared=None if plan.shared is None else self._mlp(plan.shared),
+            down=self._packed.stacks(layout.down)[0],
+            gate_up_bias=self._gate_up_biases(layout, len(gate_up)),
+            down_bias=down_bias,
             shared_gate=None if shared_gate is None else shared_gate.flatten(),
-            norms=None if plan.norms is None else self._expert_norms(plan.norms),
         )
 
-    def _expert_norms(self, plan: ExpertNormsPlan) -> ExpertNorms:
-        return ExpertNorms(
-            router=self._packed.norm(plan.router),
-            input=self._packed.norm(plan.input),
-            experts=self._packed.norm(plan.experts),
-            mlp=self._packed.norm(plan.mlp),
-        )
-
-    def _gate_up_biases(self, plan: ExpertsPlan, stacks: int) -> tuple[Tensor, ...] | None:
-        if plan.gate_up_bias is None:
+    def _gate_up_biases(self, layout: ExpertsLayout, stacks: int) -> tuple[Tensor, ...] | None:
+        if layout.gate_up_bias is None:
             return None
-        biases = self._packed.weights.tensor(plan.gate_up_bias)
-        if plan.interleaved:
+        biases = self._packed.weights.tensor(layout.gate_up_bias)
+        if layout.interleaved:
             biases = torch.cat([biases[:, ::2], biases[:, 1::2]], dim=1)
         return tuple(part.contiguous() for part in biases.chunk(stacks, dim=1))
-
-    def _router(self, plan: RouterPlan) -> Router:
-        return Router(
-            weight=self._packed.weights.tensor(plan.weight).float().contiguous(),
-            top_k=plan.top_k,
-            kind=plan.kind,
-            normalize=plan.normalize,
-            bias=self._packed.vector(plan.bias),
-            correction=self._packed.vector(plan.correction),
-            groups=plan.groups,
-            groups_kept=plan.groups_kept,
-            group_best=plan.group_best,
-            factor=plan.factor,
-            scales=self._packed.vector(plan.scales),
-        )
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
     """Return a factor as a number of a dtype."""
     return float(torch.tensor(factor).to(dtype))
-
-
-def _activation(plan: ActivationPlan) -> Activation:
-    return Activation(plan.name, plan.gated, plan.alpha, plan.limit)

@@ -19,7 +19,7 @@ from minifloat.errors import MinifloatError
 from minifloat.kernels.decoder import Norm
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
-from minifloat.model.architecture.decoder.plan import LatentPlan, LinearPlan, NormPlan, NotNative
+from minifloat.kernels.decoder_layout import LatentLayout, LinearLayout, NormLayout, NotNative
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
 from minifloat.model.runtime.packing import Packing
@@ -43,24 +43,24 @@ class NativeWeights:
         """Return an embedding ``[vocab, size]``."""
         return self.weights.tensor(name).contiguous()
 
-    def norm(self, plan: NormPlan) -> Norm:
+    def norm(self, layout: NormLayout) -> Norm:
         """Return a norm, in float32 after its weight was rounded to the model's dtype."""
-        weight = torch.ones(plan.shape) if plan.weight is None else self.weights.tensor(plan.weight).float()
-        bias = None if plan.bias is None else self.weights.tensor(plan.bias).float().contiguous()
-        weight = (weight + plan.offset) * plan.factor
-        return Norm(weight.flatten().contiguous(), plan.eps, bias, plan.centered)
+        weight = torch.ones(layout.shape) if layout.weight is None else self.weights.tensor(layout.weight).float()
+        bias = None if layout.bias is None else self.weights.tensor(layout.bias).float().contiguous()
+        weight = (weight + layout.offset) * layout.factor
+        return Norm(weight.flatten().contiguous(), layout.eps, bias, layout.centered)
 
-    def norm_or_none(self, plan: NormPlan | None) -> Norm | None:
+    def norm_or_none(self, layout: NormLayout | None) -> Norm | None:
         """Return a norm, or None where there is none."""
-        return None if plan is None else self.norm(plan)
+        return None if layout is None else self.norm(layout)
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
         """Return the last linear."""
-        plan = self.blueprint.plan.lm_head
-        weight = self.weights.matrix(plan.weight) if tied is None else tied
+        layout = self.blueprint.layout.lm_head
+        weight = self.weights.matrix(layout.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
             weight = quantize_lm_head(weight, quantize, tied=tied is not None)
-        return self._pack_stored(weight, plan.name)
+        return self._pack_stored(weight, layout.name)
 
     def warn(self) -> None:
         """Log the weights that have no packed form, and those that had to be dequantized."""
@@ -75,21 +75,21 @@ class NativeWeights:
                 self._bytes_in_bf16 / 1e6,
             )
 
-    def linear(self, plan: LinearPlan) -> PackedWeight:
+    def linear(self, layout: LinearLayout) -> PackedWeight:
         """Return the weight of a linear."""
-        return self._pack_stored(self.weights.matrix(plan.weight), plan.name)
+        return self._pack_stored(self.weights.matrix(layout.weight), layout.name)
 
-    def fused(self, plans: Sequence[LinearPlan]) -> FusedWeights:
+    def fused(self, layouts: Sequence[LinearLayout]) -> FusedWeights:
         """Return the weights of linears with the same input."""
-        return grouped(FusedWeights, [self.linear(plan) for plan in plans], plans[0].name)
+        return grouped(FusedWeights, [self.linear(layout) for layout in layouts], layouts[0].name)
 
-    def bias(self, plan: LinearPlan) -> Tensor | None:
+    def bias(self, layout: LinearLayout) -> Tensor | None:
         """Return the bias of a linear ``[N]``, or None."""
-        return None if plan.bias is None else self.weights.tensor(plan.bias).contiguous()
+        return None if layout.bias is None else self.weights.tensor(layout.bias).contiguous()
 
-    def biases(self, plans: Sequence[LinearPlan]) -> tuple[Tensor | None, ...] | None:
+    def biases(self, layouts: Sequence[LinearLayout]) -> tuple[Tensor | None, ...] | None:
         """Return the biases of linears, or None if all have none."""
-        biases = tuple(self.bias(plan) for plan in plans)
+        biases = tuple(self.bias(layout) for layout in layouts)
         return None if all(bias is None for bias in biases) else biases
 
     def vector(self, name: str | None) -> Tensor | None:
@@ -105,15 +105,15 @@ class NativeWeights:
         return tuple(grouped(PackedExperts, list(column), fused) for column in zip(*experts, strict=True))
 
     def latent_heads(
-        self, plan: LatentPlan, heads: int
+        self, layout: LatentLayout, heads: int
     ) -> tuple[list[PackedWeight], list[PackedWeight], Tensor | None]:
         """Return the keys and values of each head, and the factors of queries."""
-        name = plan.up.name
-        divided = head_weights(self.weights.matrix(plan.up.weight), heads, plan.plain, plan.value_dim)
+        name = layout.up.name
+        divided = head_weights(self.weights.matrix(layout.up.weight), heads, layout.plain, layout.value_dim)
         keys, values = (
             [self._pack_stored(weight, name) for weight in weights] for weights in (divided.keys, divided.values)
         )
-        if self.weights.is_quantized(plan.up.weight) and isinstance(divided.keys[0], Tensor):
+        if self.weights.is_quantized(layout.up.weight) and isinstance(divided.keys[0], Tensor):
             self._keys_in_bf16.append(name)
             self._bytes_in_bf16 += sum(weight.nbytes for weight in keys)
             self._rounds_keys |= divided.is_rounded

@@ -1,5 +1,5 @@
 // The exported functions: one table row per instruction set of this build, chosen by the caller.
-#include "api.h"
+#include "../native/api.h"
 #include "float_environment.h"
 #include "processor.h"
 #include "threads.h"

@@ -12,20 +12,15 @@ from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels.decoder import cpu, reference
-from minifloat.kernels.decoder.attention import Attention
-from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
-from minifloat.kernels.decoder.cache_shape import CacheShape
+from minifloat.kernels.decoder.attention import Attention, CacheShape, Latent
+from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, SequenceStates
 from minifloat.kernels.decoder.check import check
 from minifloat.kernels.decoder.cpu import PARTS
 from minifloat.kernels.decoder.delta import DeltaNet
-from minifloat.kernels.decoder.experts import ExpertNorms, Experts, Router
-from minifloat.kernels.decoder.latent import Latent
-from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
-from minifloat.kernels.decoder.mlp import Activation, Mlp
-from minifloat.kernels.decoder.norm import Norm
-from minifloat.kernels.decoder.rotary import Rotary
-from minifloat.kernels.decoder.states import SequenceStates
+from minifloat.kernels.decoder.mlp import ExpertNorms, Experts, LayerInput, LayerInputs, Mlp, Router
+from minifloat.kernels.decoder.norm import Norm, Rotary
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
+from minifloat.kernels.decoder_layout import Activation
 
 __all__ = [
     "BLOCK_TOKENS",

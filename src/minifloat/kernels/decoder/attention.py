@@ -1,26 +1,130 @@
-"""`Attention`: softmax attention of grouped queries, with all that models add to it."""
+"""`Attention`: softmax attention of grouped queries, with all that models add to it, and latent attention (MLA).
+
+In latent attention a token has one latent c ``[rank]`` and one rotated key r, from which a head h has its key ``[K_h c
+| r]`` and its value ``V_h c``. With ``K_h`` multiplied into the query, all heads attend to the same key ``[c | r]`` and
+to the value c, and ``V_h`` multiplies the result once: the cache holds c and r alone, once for all heads, and keys of
+heads are never made.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the products in this order are in its appendix C.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnknownNameError, UnsupportedTensorError
-from minifloat.kernels.decoder.cache_shape import CacheShape
-from minifloat.kernels.decoder.expect import expect, expect_biases, expect_weights
-from minifloat.kernels.decoder.latent import Latent
-from minifloat.kernels.decoder.norm import Norm
-from minifloat.kernels.decoder.rotary import Rotary
+from minifloat.kernels.decoder.norm import Norm, Rotary, expect, expect_biases, expect_weights
+from minifloat.kernels.decoder_layout import VALUES, AttentionOptions
+from minifloat.kernels.moe import PackedExperts
+from minifloat.kernels.native.structs import CONSTANTS
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 
-#: Where values come from, in the order of ``enum minifloat_values``: rows of `Attention.qkv`; the keys, before their
-#: norm and rotation; with the keys, the cache of another layer; the latent, which is the first part of the cached key.
-VALUES = ("own", "keys", "shared", "latent")
+#: Multiplies rows with a packed weight.
+_Multiply = Callable[[Tensor, PackedWeight], Tensor]
+
+
+class CacheShape(NamedTuple):
+    """The keys and values of a layer.
+
+    Attributes:
+        latent: Number of dimensions of a key that are its value too, which is not stored again; None: values are.
+    """
+
+    kv_heads: int
+    head_dim: int
+    latent: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class Latent:
+    """The matrices of latent attention beside `Attention.qkv` and `Attention.out`.
+
+    Attributes:
+        keys: For each head the transposed ``K_h``, ``[rank, plain]``; `plain`: dimensions of a query that do not turn.
+        values: For each head ``V_h``, ``[value_dim, rank]``.
+        key_factors: float32 ``[heads, plain]``, which multiply the queries before `keys` does: scales of the rows of
+            ``K_h``, which are columns here; or None.
+        kv_norm: A norm of the latent, ``[rank]``, or None.
+        q_up: ``[heads * (plain + turned), q_rank]``: makes the queries of what `Attention.qkv` has in their place; or
+            None.
+        q_norm: A norm of the input of `q_up`, or None.
+    """
+
+    keys: PackedExperts
+    values: PackedExperts
+    key_factors: Tensor | None = None
+    kv_norm: Norm | None = None
+    q_up: PackedWeight | None = None
+    q_norm: Norm | None = None
+
+    @property
+    def rank(self) -> int:
+        """Size of the latent."""
+        return self.keys.shape[0]
+
+    @property
+    def plain(self) -> int:
+        """Dimensions of a query that do not turn."""
+        return self.keys.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """Size of the value of a head."""
+        return self.values.shape[0]
+
+    @property
+    def q_rank(self) -> int:
+        """Columns of `q_up`; 0: there is none."""
+        return 0 if self.q_up is None else self.q_up.shape[1]
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """All packed weights."""
+        return [*([] if self.q_up is None else [self.q_up]), *self.keys, *self.values]
+
+    def query_dim(self, head_dim: int) -> int:
+        """Return the size of a query before `keys` multiplies it; `head_dim`: of the cached key."""
+        return self.plain + head_dim - self.rank
+
+    def check(self, name: str, heads: int, head_dim: int) -> None:
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
+        counts = {"keys": len(self.keys), "values": len(self.values)}
+        for field, count in counts.items():
+            if count != heads:
+                raise ShapeError(f"{name}.{field}", f"expected a weight for each of {heads} heads, got {count}")
+        if not 2 <= self.rank <= head_dim or self.rank % 2:
+            raise ShapeError(f"{name}.keys", f"expected an even number of rows up to {head_dim}, got {self.rank}")
+        if self.values.shape[1] != self.rank:
+            raise ShapeError(f"{name}.values", f"expected {self.rank} columns, got {list(self.values.shape)}")
+        if self.key_factors is not None:
+            expect(f"{name}.key_factors", self.key_factors, (heads, self.plain))
+        if self.kv_norm is not None:
+            self.kv_norm.check(f"{name}.kv_norm", self.rank)
+        if self.q_up is not None:
+            expect_weights(f"{name}.q_up", (self.q_up,), heads * self.query_dim(head_dim), self.q_rank)
+        if self.q_norm is not None:
+            if self.q_up is None:
+                raise ShapeError(f"{name}.q_norm", "expected None where there is no q_up")
+            self.q_norm.check(f"{name}.q_norm", self.q_rank)
+
+    def multiplied(self, plain: Tensor, multiply: _Multiply) -> Tensor:
+        """Return the part of queries that the latents are multiplied with, in plain PyTorch."""
+        if self.key_factors is not None:
+            plain = (plain.float() * self.key_factors).to(plain.dtype)
+        return torch.stack([multiply(plain[:, h], weight) for h, weight in enumerate(self.keys)], dim=1)
+
+    def expanded(self, attended: Tensor, multiply: _Multiply) -> Tensor:
+        """Return the values ``[T, heads, value_dim]`` of attended latents ``[T, heads, rank]``, as `multiplied`."""
+        return torch.stack([multiply(attended[:, h], weight) for h, weight in enumerate(self.values)], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention(AttentionOptions):
     """The attention of a layer.
 
     Attributes:
@@ -33,20 +137,13 @@ class Attention:
         rotary: The rotary embedding of q and k, or None.
         q_norm: A norm of q before the rotation, or None. Its weight is ``[d]`` for all heads, or ``[heads * d]``.
         v_norm: A norm of the values of each head, ``[d]``, or None.
-        window: A query sees the last `window` keys, its own included; None for all keys up to its own.
         sinks: float32 ``[heads]``: a score of each head that takes part in the softmax and has no value; or None.
-        score_cap: Scores become ``cap * tanh(score / cap)``; None: they do not.
-        clip: q, k and v are clamped to this magnitude after their products; None: they are not.
         latent: The matrices of latent attention, with ``values="latent"``; else None. There is one key-value head of
             ``[latent | turned]``, and `head_dim` is its size. Rows of `qkv` are those of q, ``[heads * (plain +
             turned), hidden]``, or what `Latent.q_up` makes q of, and of the key, ``[head_dim, hidden]``; `out` is
             ``[hidden, heads * value_dim]``. There are no other norms, no clipping and no gates.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
     qkv: FusedWeights
     out: PackedWeight
     qkv_bias: tuple[Tensor | None, ...] | None = None
@@ -55,18 +152,12 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     v_norm: Norm | None = None
-    whole_norms: bool = False
-    window: int | None = None
     sinks: Tensor | None = None
-    score_cap: float | None = None
-    clip: float | None = None
-    gated: bool = False
-    values: str = "own"
     latent: Latent | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
 
-    MAX_HEAD_DIM = 576
+    MAX_HEAD_DIM = CONSTANTS["MAX_HEAD_DIM"]
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -111,14 +202,14 @@ class Attention:
             self.rotary.check(f"{name}.rotary.inv_freq", d if self.latent is None else d - self.latent.rank)
         for field, norm, count in (("q_norm", self.q_norm, heads), ("k_norm", self.k_norm, self.kv_heads)):
             if norm is not None:
-                norm.check(f"{name}.{field}", count * d if self.has_head_weights else d)
+                norm.check(f"{name}.{field}", count * d if self.head_weights else d)
         if self.v_norm is not None:
             self.v_norm.check(f"{name}.v_norm", d)
         if self.sinks is not None:
             expect(f"{name}.sinks", self.sinks, (heads,))
 
     @property
-    def has_head_weights(self) -> bool:
+    def head_weights(self) -> bool:
         """Whether the norms of q and k have a weight of their own for each head."""
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         return self.whole_norms or any(norm.weight.numel() != self.head_dim for norm in norms)

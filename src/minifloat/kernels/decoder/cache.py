@@ -1,7 +1,7 @@
 """`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens.
 
 A block of one key-value head and layer is contiguous, keys before values, so that attention reads it as one stream.
-A layer of latent attention (`latent.py`) has keys alone: the values are their first dimensions.
+A layer of latent attention (`attention.py`) has keys alone: the values are their first dimensions.
 Keys are transposed: the same dimension of all tokens of a block is one vector, so that the scores of a query need no
 horizontal sums. bfloat16 numbers are paired, by dimension for keys and by token for values: matrix units take their
 second operand in this order, and one shift or mask turns it into float32.
@@ -12,6 +12,10 @@ second operand in this order, and one shift or mask turns it into float32.
 Values are padded to whole vectors; the contents of the padding are ignored. Layers may have caches of different
 shapes, and some layers read the cache of another; all have the same blocks. The cache does not know which sequence owns
 a block.
+
+`SequenceStates` is what layers with a gated delta rule keep of each sequence. Unlike keys and values, a state has the
+same size for every length of the text, and only its newest version exists: a step continues it, and nothing can go back
+to an earlier token.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, lookup
-from minifloat.kernels.decoder.cache_shape import CacheShape
+from minifloat.kernels.decoder.attention import CacheShape
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.cast import decode, encode
@@ -31,6 +35,7 @@ from minifloat.numerics.formats import E4M3
 #: Element formats of a cache and the dtypes that store them.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "E4M3": torch.uint8}
 _VECTOR = 16
+_UNKNOWN = -1
 
 
 class KVCache:
@@ -122,3 +127,60 @@ def elements_per_block(shapes: Sequence[CacheShape | tuple[int, int]]) -> int:
 
 def _padded(head_dim: int) -> int:
     return -(-head_dim // _VECTOR) * _VECTOR
+
+
+class SequenceStates:
+    """The memory of the states of some sequences, of which each has a slot.
+
+    A state is undefined until a step writes it; one whose first token is at position 0 begins with zeros.
+
+    Attributes:
+        data: float32 ``[slots, floats]``. A slot that was never used takes no memory of the machine.
+        tokens: int32 ``[slots]``: how many tokens of its sequence each state has seen; -1: undefined.
+    """
+
+    def __init__(self, floats: int, slots: int) -> None:
+        for name, size in (("floats", floats), ("slots", slots)):
+            if size < 1:
+                raise ShapeError(name, f"expected at least 1, got {size}")
+        memory = allocate(slots * floats * torch.float32.itemsize)
+        self.data = memory.view(torch.float32).view(slots, floats)
+        self.tokens = torch.full((slots,), _UNKNOWN, dtype=torch.int32)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return self.data.nbytes
+
+    def begin(self, slots: Tensor) -> None:
+        """Note that a step changes the states of some slots; they are undefined until it ends."""
+        self.tokens[slots.long()] = _UNKNOWN
+
+    def end(self, slots: Tensor, contexts: Tensor) -> None:
+        """Note that a step has ended, and how many tokens of their sequences the states of some slots have seen."""
+        self.tokens[slots.long()] = contexts
+
+    def copy(self, source: int, target: int) -> None:
+        """Make the state in slot `target` that in slot `source`."""
+        self.data[target].copy_(self.data[source])
+        self.tokens[target] = self.tokens[source]
+
+    def check(self, slots: Sequence[int], first: Sequence[int]) -> None:
+        """Validate that slots can continue their sequences."""
+        if len(set(slots)) < len(slots):
+            raise ShapeError("slots", f"expected a slot for each sequence, got {list(slots)}")
+        for sequence, (slot, position) in enumerate(zip(slots, first, strict=True)):
+            if not 0 <= slot < self.slots:
+                raise ShapeError("slots", f"expected a slot 0 to {self.slots - 1} for sequence {sequence}, got {slot}")
+            seen = int(self.tokens[slot])
+            if position and seen != position:
+                what = "undefined" if seen == _UNKNOWN else f"that of {seen} tokens"
+                raise ShapeError(
+                    "slots",
+                    f"the state in slot {slot} is {what}, and sequence {sequence} continues after {position}",
+                )

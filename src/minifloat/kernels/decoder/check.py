@@ -13,10 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.kernels.decoder.attention import Attention
-from minifloat.kernels.decoder.cache import KVCache
-from minifloat.kernels.decoder.cache_shape import CacheShape
-from minifloat.kernels.decoder.states import SequenceStates
+from minifloat.kernels.decoder.attention import Attention, CacheShape
+from minifloat.kernels.decoder.cache import KVCache, SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, StepBatch
 
 _Array = NDArray[np.int32]

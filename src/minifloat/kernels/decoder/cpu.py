@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minifloat.kernels import native, threads
-from minifloat.kernels.decoder.attention import VALUES, Attention
-from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, elements_per_block
+from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, SequenceStates, elements_per_block
 from minifloat.kernels.decoder.delta import DeltaNet
-from minifloat.kernels.decoder.experts import ROUTERS, ExpertNorms, Experts, Router
-from minifloat.kernels.decoder.latent import Latent
-from minifloat.kernels.decoder.layer_input import LayerInputs
-from minifloat.kernels.decoder.mlp import ACTIVATIONS, Activation, Mlp
-from minifloat.kernels.decoder.norm import Norm
-from minifloat.kernels.decoder.rotary import Rotary
-from minifloat.kernels.decoder.states import SequenceStates
-from minifloat.kernels.decoder.types import Decoder, Layer, StepBatch
+from minifloat.kernels.decoder.mlp import Experts
+from minifloat.kernels.decoder.types import Decoder, StepBatch
+from minifloat.kernels.decoder_layout import ACTIVATIONS, ROUTERS, VALUES
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.moe import PackedExperts
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import POINTEES, STRUCTS
 from minifloat.kernels.pack import PackedWeight
 
 #: Names of ``enum minifloat_step_part``.
 PARTS = ("linears", "attention", "rows")
-#: ``enum minifloat_cache_element``.
-_CACHE_ELEMENTS = {name: number for number, name in enumerate(ELEMENTS)}
+#: Fields that are numbers of names, in the order of their enumerations.
+_NAMES = {("activation", "kind"): ACTIVATIONS, ("router", "kind"): ROUTERS, ("attention", "values"): VALUES}
 
 
 def why_not() -> str:
@@ -54,12 +49,13 @@ def step(
     if described is None:
         described = _DESCRIBED[decoder] = _Described(decoder)
     logits = torch.empty(batch.logits.shape[0], decoder.lm_head.shape[0])
-    library.step(
-        structs.StepArgs(
+    library.call(
+        "step",
+        STRUCTS["step_args"](
             decoder=ctypes.addressof(described.decoder),
             cache=cache.data.data_ptr(),
-            states=None if states is None else states.data.data_ptr(),
-            slots=_address(batch.slots),
+            states=address_of(None if states is None else states.data),
+            slots=address_of(batch.slots),
             tokens=batch.tokens.data_ptr(),
             positions=batch.positions.data_ptr(),
             starts=batch.starts.data_ptr(),
@@ -67,16 +63,16 @@ def step(
             blocks=batch.blocks.data_ptr(),
             logit_rows=batch.logits.data_ptr(),
             logits=logits.data_ptr(),
-            nanoseconds=None if nanoseconds is None else nanoseconds.data_ptr(),
+            nanoseconds=address_of(nanoseconds),
             cache_blocks=cache.blocks,
             state_floats=decoder.state_floats,
-            cache_element=_CACHE_ELEMENTS[cache.element],
+            cache_element=list(ELEMENTS).index(cache.element),
             token_count=batch.tokens.shape[0],
             sequences=batch.contexts.shape[0],
             block_columns=batch.blocks.shape[1],
             logit_count=batch.logits.shape[0],
             threads=threads.count(),
-        )
+        ),
     )
     return logits
 
@@ -86,247 +82,105 @@ class _Described:
 
     def __init__(self, decoder: Decoder) -> None:
         self._structures: list[object] = []
-        rotaries = (structs.RotaryArgs * len(decoder.rotaries))(*map(_rotary, decoder.rotaries))
-        layers = (structs.LayerArgs * len(decoder.layers))(
-            *(self._layer(decoder, index) for index in range(len(decoder.layers)))
-        )
-        self._structures += [rotaries, layers]
-        self.decoder = structs.DecoderArgs(
-            layers=ctypes.addressof(layers),
-            rotaries=ctypes.addressof(rotaries),
-            norm=_norm(decoder.norm),
-            embedding=decoder.embedding.data_ptr(),
-            inputs=self._inputs(decoder.inputs),
-            lm_head=self._product((decoder.lm_head,), None),
-            hidden=decoder.hidden,
+        rotaries = [self._struct("rotary", rotary, rotary=rotary.dims) for rotary in decoder.rotaries]
+        layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
+        self.decoder = self._struct(
+            "decoder",
+            decoder,
+            layers=self._kept((STRUCTS["layer"] * len(layers))(*layers)),
+            rotaries=self._kept((STRUCTS["rotary"] * len(rotaries))(*rotaries)),
             lm_head_rows=decoder.lm_head.shape[0],
-            dtype=DTYPES[decoder.dtype],
-            embedding_dtype=DTYPES[decoder.embedding.dtype],
-            layer_count=len(decoder.layers),
-            rotary_count=len(decoder.rotaries),
-            embedding_factor=decoder.embedding_factor,
-            logits_factor=decoder.logits_factor,
-            logits_cap=decoder.logits_cap or 0.0,
-            int8_inputs=decoder.int8_inputs,
-            batch_invariant=decoder.batch_invariant,
+            embedding_dtype=decoder.embedding.dtype,
+            layer_count=len(layers),
+            rotary_count=len(rotaries),
         )
 
-    def _layer(self, decoder: Decoder, index: int) -> structs.LayerArgs:
-        layer: Layer = decoder.layers[index]
-        args = structs.LayerArgs(
-            input_norm=_norm(layer.input_norm),
-            attention_norm=_norm(layer.attention_norm),
-            mlp_norm=_norm(layer.mlp_norm),
-            result_norm=_norm(layer.result_norm),
-            parallel=layer.parallel,
-            residual_factor=layer.residual_factor,
-            scalar=layer.scalar,
-        )
-        if layer.input is not None:
-            args.input = self._kept(
-                structs.LayerInputArgs(
-                    gate=self._product((layer.input.gate,), None),
-                    out=self._product((layer.input.out,), None),
-                    norm=_norm(layer.input.norm),
-                    activation=_activation(layer.input.activation),
-                )
-            )
+    def _layer(self, decoder: Decoder, index: int) -> ctypes.Structure:
+        layer = decoder.layers[index]
+        attention, delta, experts, mlp = None, None, None, None
         if isinstance(layer.attention, DeltaNet):
-            delta = self._delta(layer.attention)
-            delta.state_before = decoder.states_before[index]
-            args.delta = self._kept(delta)
+            before = decoder.states_before[index]
+            delta = self._kept(self._struct("delta", layer.attention, state_before=before))
         else:
             rotary = layer.attention.rotary
-            args.attention = self._attention(layer.attention)
-            args.attention.rotary = -1 if rotary is None else decoder.rotaries.index(rotary)
-            args.attention.cache_before = elements_per_block(decoder.cache_shapes[: decoder.caches[index]])
-        mlp = layer.mlp
-        if isinstance(mlp, Experts):
-            args.experts = self._kept(self._experts(mlp))
-        shared: Mlp | None = mlp.shared if isinstance(mlp, Experts) else mlp
-        if shared is not None:
-            args.mlp = self._mlp(shared)
-        return args
-
-    def _attention(self, attention: Attention) -> structs.AttentionArgs:
-        return structs.AttentionArgs(
-            qkv=self._product(attention.qkv, attention.qkv_bias),
-            out=self._product((attention.out,), (attention.out_bias,)),
-            q_norm=_norm(attention.q_norm),
-            k_norm=_norm(attention.k_norm),
-            v_norm=_norm(attention.v_norm),
-            sinks=_address(attention.sinks),
-            window=attention.window or 0,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            whole_norms=attention.whole_norms,
-            head_weights=attention.has_head_weights,
-            values=VALUES.index(attention.values),
-            gated=attention.gated,
-            scale=attention.scale,
-            score_cap=attention.score_cap or 0.0,
-            clip=attention.clip or 0.0,
-            k_scale=attention.k_scale,
-            v_scale=attention.v_scale,
-            latent=None if attention.latent is None else self._latent(attention.latent),
-        )
-
-    def _delta(self, delta: DeltaNet) -> structs.DeltaArgs:
-        return structs.DeltaArgs(
-            qkvz=self._product(delta.qkvz, None),
-            ba=self._product(delta.ba, None),
-            out=self._product((delta.out,), None),
-            conv=delta.conv.data_ptr(),
-            decay=delta.decay.data_ptr(),
-            dt_bias=delta.dt_bias.data_ptr(),
-            norm=_norm(delta.norm),
-            k_heads=delta.k_heads,
-            v_heads=delta.v_heads,
-            k_dim=delta.k_dim,
-            v_dim=delta.v_dim,
-            conv_width=delta.width,
-            grouped=delta.grouped,
-        )
-
-    def _latent(self, latent: Latent) -> int:
-        """Describe latent attention, and return the address of the structure."""
-        args = structs.LatentArgs(
-            q_norm=_norm(latent.q_norm),
-            kv_norm=_norm(latent.kv_norm),
-            keys=latent.keys.pointers.address,
-            values=latent.values.pointers.address,
-            key_factors=_address(latent.key_factors),
-            rank=latent.rank,
-            plain=latent.plain,
-            value_dim=latent.value_dim,
-        )
-        if latent.q_up is not None:
-            args.q_up, args.q_rank = self._product((latent.q_up,), None), latent.q_up.shape[1]
-        self._structures.append(args)
-        return ctypes.addressof(args)
-
-    def _mlp(self, mlp: Mlp) -> structs.MlpArgs:
-        return structs.MlpArgs(
-            gate_up=self._product(mlp.gate_up, mlp.gate_up_bias),
-            down=self._product((mlp.down,), (mlp.down_bias,)),
-            activation=_activation(mlp.activation),
-            intermediate=mlp.intermediate,
-        )
-
-    def _experts(self, experts: Experts) -> structs.ExpertsArgs:
-        biases = experts.gate_up_bias or (None,) * len(experts.gate_up)
-        parts = [self._expert_product(*part) for part in zip(experts.gate_up, biases, strict=True)]
-        return structs.ExpertsArgs(
-            router=_router(experts.router, len(experts.down)),
-            gate=parts[0],
-            up=parts[1] if len(parts) > 1 else structs.ExpertProductArgs(),
-            down=self._expert_product(experts.down, experts.down_bias),
-            activation=_activation(experts.activation),
-            shared_gate=_address(experts.shared_gate),
-            norms=self._expert_norms(experts.norms),
-            intermediate=experts.intermediate,
-        )
-
-    def _expert_norms(self, norms: ExpertNorms | None) -> int | None:
-        if norms is None:
-            return None
-        return self._kept(
-            structs.ExpertNormsArgs(
-                router=_norm(norms.router),
-                input=_norm(norms.input),
-                experts=_norm(norms.experts),
-                mlp=_norm(norms.mlp),
+            attention = self._struct(
+                "attention",
+                layer.attention,
+                rotary=-1 if rotary is None else decoder.rotaries.index(rotary),
+                cache_before=elements_per_block(decoder.cache_shapes[: decoder.caches[index]]),
             )
-        )
+        if isinstance(layer.mlp, Experts):
+            biases = layer.mlp.gate_up_bias or [None] * len(layer.mlp.gate_up)
+            parts = [self._expert_product(*part) for part in zip(layer.mlp.gate_up, biases, strict=True)]
+            gate, up = parts if len(parts) > 1 else (parts[0], None)
+            experts, mlp = self._kept(self._struct("experts", layer.mlp, gate=gate, up=up)), layer.mlp.shared
+        else:
+            mlp = layer.mlp
+        return self._struct("layer", layer, attention=attention, delta=delta, experts=experts, mlp=mlp)
 
-    def _inputs(self, inputs: LayerInputs | None) -> int | None:
-        if inputs is None:
-            return None
-        return self._kept(
-            structs.LayerInputsArgs(
-                projection=self._product((inputs.projection,), None),
-                norm=_norm(inputs.norm),
-                table=inputs.table.data_ptr(),
-                size=inputs.size,
-                table_dtype=DTYPES[inputs.table.dtype],
-                table_factor=inputs.table_factor,
-                factor=inputs.factor,
-            )
-        )
+    def _struct(self, name: str, part: object, **given: Any) -> ctypes.Structure:
+        """Describe a part of a decoder. A field has the value `given`, or that of the part's attribute of its name."""
+        made = STRUCTS[name]()
+        fields: Any = made._fields_
+        for field, kind in fields:
+            value = given[field] if field in given else getattr(part, field)
+            biases = getattr(part, f"{field}_bias", None)
+            filled: Any
+            if value is None or isinstance(value, ctypes.Structure):
+                filled = value
+            elif kind.__name__ == "product":
+                weights, biases = ((value,), (biases,)) if isinstance(value, PackedWeight) else (value, biases)
+                filled = self._product(weights, biases)
+            elif kind.__name__ == "expert_product":
+                filled = self._expert_product(value, biases)
+            elif issubclass(kind, ctypes.Structure):
+                filled = self._struct(kind.__name__, value)
+            elif (type(made), field) in POINTEES and not isinstance(value, int):
+                filled = self._kept(self._struct(POINTEES[type(made), field], value))
+            else:
+                filled = _plain(name, field, value)
+            if filled is not None:
+                setattr(made, field, filled)
+        return made
 
-    def _expert_product(self, experts: PackedExperts, biases: Tensor | None) -> structs.ExpertProductArgs:
+    def _expert_product(self, experts: PackedExperts, biases: Tensor | None) -> ctypes.Structure:
         """Describe a projection of all experts; `biases`: ``[experts, rows]`` or None."""
-        args = structs.ExpertProductArgs(weights=experts.pointers.address)
+        made = STRUCTS["expert_product"](weights=experts.pointers.address)
         if biases is not None:
-            args.biases = self._table([bias.data_ptr() for bias in biases])
-            args.bias_dtype = DTYPES[biases.dtype]
-        return args
+            made.biases, made.bias_dtype = self._table(list(biases)), DTYPES[biases.dtype]
+        return made
 
-    def _product(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> structs.ProductArgs:
+    def _product(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> ctypes.Structure:
+        made = STRUCTS["product"](weights=self._table(weights), count=len(weights))
         present = [bias for bias in biases or () if bias is not None]
-        return structs.ProductArgs(
-            weights=self._table([weight.address for weight in weights]),
-            biases=self._table([_address(bias) for bias in biases]) if biases is not None and present else None,
-            count=len(weights),
-            bias_dtype=DTYPES[present[0].dtype] if present else 0,
-        )
+        if biases is not None and present:
+            made.biases, made.bias_dtype = self._table(biases), DTYPES[present[0].dtype]
+        return made
 
-    def _table(self, addresses: Sequence[int | None]) -> int:
+    def _table(self, parts: Sequence[PackedWeight | Tensor | None]) -> int:
+        addresses = [part.address if isinstance(part, PackedWeight) else address_of(part) for part in parts]
         return self._kept((ctypes.c_void_p * len(addresses))(*addresses))
 
-    def _kept(self, structure: ctypes.Structure | ctypes.Array[ctypes.c_void_p]) -> int:
+    def _kept(self, structure: Any) -> int:
         """Keep a structure alive; return its address."""
         self._structures.append(structure)
         return ctypes.addressof(structure)
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
+    """Return where a tensor begins, or None."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def _norm(norm: Norm | None) -> structs.NormArgs:
-    if norm is None:
-        return structs.NormArgs()
-    return structs.NormArgs(
-        weight=norm.weight.data_ptr(), bias=_address(norm.bias), eps=norm.eps, centered=norm.centered
-    )
-
-
-def _rotary(rotary: Rotary) -> structs.RotaryArgs:
-    return structs.RotaryArgs(
-        inv_freq=rotary.inv_freq.data_ptr(),
-        rotary=rotary.dims,
-        interleaved=rotary.interleaved,
-        scaling=rotary.scaling,
-    )
-
-
-def _activation(activation: Activation) -> structs.ActivationArgs:
-    return structs.ActivationArgs(
-        kind=ACTIVATIONS.index(activation.name),
-        gated=activation.gated,
-        alpha=activation.alpha,
-        limit=activation.limit,
-    )
-
-
-def _router(router: Router, experts: int) -> structs.RouterArgs:
-    return structs.RouterArgs(
-        weight=router.weight.data_ptr(),
-        bias=_address(router.bias),
-        correction=_address(router.correction),
-        dtype=DTYPES[router.weight.dtype],
-        kind=ROUTERS.index(router.kind),
-        experts=experts,
-        top_k=router.top_k,
-        groups=router.groups,
-        groups_kept=router.groups_kept,
-        group_best=router.group_best,
-        normalize=router.normalize,
-        factor=router.factor,
-        scales=_address(router.scales),
-    )
+def _plain(name: str, field: str, value: Any) -> Any:
+    """Return a value as a number or an address."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, PackedExperts):
+        return value.pointers.address
+    if isinstance(value, torch.dtype):
+        return DTYPES[value]
+    return _NAMES[name, field].index(value) if isinstance(value, str) else value
 
 
 _DESCRIBED: WeakKeyDictionary[Decoder, _Described] = WeakKeyDictionary()

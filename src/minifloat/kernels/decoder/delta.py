@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from minifloat.errors import ShapeError
-from minifloat.kernels.decoder.expect import expect, expect_weights
-from minifloat.kernels.decoder.norm import Norm
+from minifloat.kernels.decoder.norm import Norm, expect, expect_weights
+from minifloat.kernels.decoder_layout import DeltaOptions
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 
 #: Columns of a state are padded to a multiple of this.
@@ -32,8 +32,8 @@ _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class DeltaNet:
-    """The gated delta rule of a layer, in the place of attention.
+class DeltaNet(DeltaOptions):
+    """The gated delta rule of a layer.
 
     Attributes:
         qkvz: The rows of q, k ``[k_heads * k_dim, hidden]``, v and z ``[v_heads * v_dim, hidden]``.
@@ -46,10 +46,6 @@ class DeltaNet:
         norm: The norm of the results of each head, ``[v_dim]``.
     """
 
-    k_heads: int
-    v_heads: int
-    k_dim: int
-    v_dim: int
     qkvz: FusedWeights
     ba: FusedWeights
     out: PackedWeight
@@ -57,7 +53,6 @@ class DeltaNet:
     decay: Tensor
     dt_bias: Tensor
     norm: Norm
-    grouped: bool = False
 
     @property
     def weights(self) -> list[PackedWeight]:
@@ -65,7 +60,7 @@ class DeltaNet:
         return [*self.qkvz, *self.ba, self.out]
 
     @property
-    def width(self) -> int:
+    def conv_width(self) -> int:
         """Number of tokens that the convolution sees."""
         return self.conv.shape[0]
 
@@ -87,7 +82,7 @@ class DeltaNet:
 
     @property
     def _matrices_at(self) -> int:
-        return _padded((self.width - 1) * self.channels)
+        return _padded((self.conv_width - 1) * self.channels)
 
     def check(self, name: str, hidden: int) -> None:
         """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
@@ -96,13 +91,13 @@ class DeltaNet:
                 raise ShapeError(f"{name}.{field}", f"expected at least 1, got {getattr(self, field)}")
         if self.v_heads % self.k_heads:
             raise ShapeError(f"{name}.v_heads", f"expected a multiple of {self.k_heads} key heads, got {self.v_heads}")
-        if self.conv.ndim != 2 or self.width < 1:
+        if self.conv.ndim != 2 or self.conv_width < 1:
             raise ShapeError(f"{name}.conv", f"expected [width, {self.channels}], got {list(self.conv.shape)}")
         results = self.sections[2]
         expect_weights(f"{name}.qkvz", self.qkvz, self.channels + results, hidden)
         expect_weights(f"{name}.ba", self.ba, 2 * self.v_heads, hidden)
         expect_weights(f"{name}.out", (self.out,), hidden, results)
-        expect(f"{name}.conv", self.conv, (self.width, self.channels))
+        expect(f"{name}.conv", self.conv, (self.conv_width, self.channels))
         expect(f"{name}.decay", self.decay, (self.v_heads,))
         expect(f"{name}.dt_bias", self.dt_bias, (self.v_heads,))
         self.norm.check(f"{name}.norm", self.v_dim)
@@ -122,10 +117,10 @@ class DeltaNet:
 
     def run(self, inputs: Tensor, z: Tensor, b: Tensor, a: Tensor, state: Tensor) -> Tensor:
         """Compute the tokens of one sequence, in plain PyTorch."""
-        before = state[: (self.width - 1) * self.channels].view(self.width - 1, self.channels)
+        before = state[: (self.conv_width - 1) * self.channels].view(self.conv_width - 1, self.channels)
         window = torch.cat([before, inputs])
         before.copy_(window[len(inputs) :])
-        mixed = functional.silu((window.unfold(0, self.width, 1) * self.conv.T).sum(dim=-1))
+        mixed = functional.silu((window.unfold(0, self.conv_width, 1) * self.conv.T).sum(dim=-1))
         q, k, v = torch.split_with_sizes(mixed, self.sections, dim=-1)
         group = self.v_heads // self.k_heads
         q, k = (_unit(x.view(len(x), -1, self.k_dim)).repeat_interleave(group, dim=1) for x in (q, k))

@@ -1,13 +1,51 @@
-"""`Norm`: RMS norms and layer norms."""
+"""`Norm` and `Rotary`, and the checks of tensors that all parts share.
+
+A check names the field, what was expected and what was found.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minifloat.kernels.decoder.expect import expect
+from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.pack import PackedWeight
+
+
+def expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
+    """Check that a tensor has a shape and one of some dtypes, and is contiguous on the CPU."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ShapeError(name, f"expected {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes or not tensor.is_cpu or not tensor.is_contiguous():
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        actual = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        raise UnsupportedTensorError(name, f"expected contiguous {names} on the CPU, got {actual}")
+
+
+def expect_weights(name: str, weights: Sequence[PackedWeight], rows: int, cols: int) -> None:
+    """Check that packed weights have `cols` columns and together `rows` rows."""
+    shapes = [tuple(weight.shape) for weight in weights]
+    if sum(count for count, _ in shapes) != rows or any(width != cols for _, width in shapes):
+        raise ShapeError(name, f"expected {rows} rows of {cols}, got {shapes}")
+    for weight in weights:
+        weight.check()
+
+
+def expect_biases(name: str, biases: Sequence[Tensor | None] | None, weights: Sequence[PackedWeight]) -> None:
+    """Check that there is a bias or None for each of some weights, all of one dtype."""
+    if biases is None:
+        return
+    if len(biases) != len(weights):
+        raise ShapeError(name, f"expected {len(weights)}, got {len(biases)}")
+    for bias, weight in zip(biases, weights, strict=True):
+        if bias is not None:
+            expect(name, bias, (weight.shape[0],), tuple(DTYPES))
+    if len({bias.dtype for bias in biases if bias is not None}) > 1:
+        raise UnsupportedTensorError(name, "expected one dtype for all")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,3 +78,43 @@ class Norm:
         if self.centered:
             x = x - x.mean(dim=-1, keepdim=True)
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """A rotary embedding. The first ``2 * len(inv_freq)`` dimensions of a head turn.
+
+    Attributes:
+        inv_freq: float32 ``[r]``: radians per position of each pair.
+    """
+
+    inv_freq: Tensor
+    scaling: float = 1.0
+    interleaved: bool = False
+
+    @property
+    def dims(self) -> int:
+        """Number of dimensions that turn."""
+        return 2 * self.inv_freq.numel()
+
+    def check(self, name: str, head_dim: int) -> None:
+        """Check that the embedding fits heads of `head_dim`."""
+        if self.inv_freq.ndim != 1 or self.dims > head_dim:
+            raise ShapeError(name, f"expected at most [{head_dim // 2}], got {list(self.inv_freq.shape)}")
+        expect(name, self.inv_freq, (self.inv_freq.numel(),))
+
+    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of positions, float32 ``[T, r]`` each."""
+        angles = positions[:, None].float() * self.inv_freq
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+    def rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate heads ``[T, heads, d]`` by the result of `turns`."""
+        cos, sin = (part[:, None] for part in turns)
+        turned, rest = x[..., : self.dims], x[..., self.dims :]
+        if self.interleaved:
+            first, second = turned[..., ::2], turned[..., 1::2]
+            pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+            return torch.cat([pairs.flatten(-2), rest], dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

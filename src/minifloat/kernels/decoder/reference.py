@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minifloat.kernels.decoder.attention import Attention
-from minifloat.kernels.decoder.cache import KVCache
+from minifloat.kernels.decoder.attention import Attention, Latent
+from minifloat.kernels.decoder.cache import KVCache, SequenceStates
 from minifloat.kernels.decoder.delta import DeltaNet
-from minifloat.kernels.decoder.experts import Experts
-from minifloat.kernels.decoder.latent import Latent
-from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
-from minifloat.kernels.decoder.mlp import Mlp
+from minifloat.kernels.decoder.mlp import Experts, LayerInput, LayerInputs, Mlp
 from minifloat.kernels.decoder.norm import Norm
-from minifloat.kernels.decoder.states import SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
+from minifloat.kernels.decoder_layout import Activation
 from minifloat.kernels.linear import int8_reference
 from minifloat.kernels.pack import PackedWeight
 
@@ -81,7 +78,7 @@ def _inputs(decoder: Decoder, inputs: LayerInputs, tokens: Tensor, x: Tensor) ->
 
 def _from_input(decoder: Decoder, layer: LayerInput, x: Tensor, values: Tensor) -> Tensor:
     gate = _linear(decoder, x.to(decoder.dtype), layer.gate)
-    inner = layer.activation(torch.cat([gate, values.to(gate.dtype)], dim=-1).float())
+    inner = activated(layer.activation, torch.cat([gate, values.to(gate.dtype)], dim=-1).float())
     return layer.norm(_linear(decoder, inner.to(decoder.dtype), layer.out).float())
 
 
@@ -215,8 +212,27 @@ def _first_key(attention: Attention, position: int) -> int:
 
 
 def _mlp(decoder: Decoder, mlp: Mlp, x: Tensor) -> Tensor:
-    inner = mlp.activation(_side_by_side(decoder, x, mlp.gate_up, mlp.gate_up_bias).float())
+    inner = activated(mlp.activation, _side_by_side(decoder, x, mlp.gate_up, mlp.gate_up_bias).float())
     return _linear(decoder, inner.to(x.dtype), mlp.down, mlp.down_bias)
+
+
+def activated(activation: Activation, x: Tensor) -> Tensor:
+    """Apply a function to float32 rows ``[.., 2 * n]`` of gate and up, or to rows ``[.., n]`` where it is not gated."""
+    if not activation.gated:
+        return _function(activation.kind, x)
+    gate, up = x.chunk(2, dim=-1)
+    if activation.kind != "clamped_swiglu":
+        return _function(activation.kind, gate) * up
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * activation.alpha))
+
+
+def _function(kind: str, x: Tensor) -> Tensor:
+    if kind in ("gelu", "gelu_tanh"):
+        return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    if kind in ("relu", "relu2"):
+        return functional.relu(x) ** (2 if kind == "relu2" else 1)
+    return functional.silu(x)
 
 
 def _experts(decoder: Decoder, experts: Experts, x: Tensor, routed: Tensor) -> Tensor:
@@ -228,7 +244,7 @@ def _experts(decoder: Decoder, experts: Experts, x: Tensor, routed: Tensor) -> T
         biases = None if experts.gate_up_bias is None else [bias[e] for bias in experts.gate_up_bias]
         inner = _side_by_side(decoder, x[tokens], [part[e] for part in experts.gate_up], biases).float()
         down_bias = None if experts.down_bias is None else experts.down_bias[e]
-        y = _linear(decoder, experts.activation(inner).to(x.dtype), experts.down[e], down_bias)
+        y = _linear(decoder, activated(experts.activation, inner).to(x.dtype), experts.down[e], down_bias)
         out[tokens] += weights[tokens, place, None] * y.float()
     if experts.shared is not None:
         shared = _mlp(decoder, experts.shared, x).float()

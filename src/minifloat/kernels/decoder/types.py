@@ -1,8 +1,8 @@
 """`Decoder` and its layers, validated once when a `Decoder` is created instead of in every step.
 
-A decoder is a description made of parts (`norm.py`, `rotary.py`, `attention.py`, `mlp.py`, `experts.py`); the step in
-C++ and its reference in PyTorch compute what the parts say. Not described: absolute positions, ALiBi, recurrent states
-other than those of the gated delta rule.
+A decoder is a description made of parts (`norm.py`, `attention.py`, `delta.py`, `mlp.py`), whose numbers and options
+`kernels.decoder_layout` declares; the step in C++ and its reference in PyTorch compute what the parts say. Not
+described: absolute positions, ALiBi, recurrent states other than those of the gated delta rule.
 """
 
 from __future__ import annotations
@@ -14,32 +14,28 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.kernels.decoder.attention import Attention
-from minifloat.kernels.decoder.cache_shape import CacheShape
+from minifloat.kernels.decoder.attention import Attention, CacheShape
 from minifloat.kernels.decoder.delta import DeltaNet
-from minifloat.kernels.decoder.expect import expect, expect_weights
-from minifloat.kernels.decoder.experts import Experts
-from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
-from minifloat.kernels.decoder.mlp import Mlp
-from minifloat.kernels.decoder.norm import Norm
-from minifloat.kernels.decoder.rotary import Rotary
+from minifloat.kernels.decoder.mlp import Experts, LayerInput, LayerInputs, Mlp
+from minifloat.kernels.decoder.norm import Norm, Rotary, expect, expect_weights
+from minifloat.kernels.decoder_layout import DecoderOptions, LayerOptions
 from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.native.structs import CONSTANTS
 from minifloat.kernels.pack import PackedWeight
 
 #: Tokens of one sequence that share a block of the cache.
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = CONSTANTS["BLOCK_TOKENS"]
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """``x += attention_norm(attention(input_norm(x)))``, then ``x += result_norm(mlp(mlp_norm(x)))``.
+class Layer(LayerOptions):
+    """A layer.
 
     Attributes:
         input_norm: Norm of the input of attention; None: attention reads x itself.
         mlp_norm: Norm of the input of the MLP; None: it reads x itself, or, where `parallel`, what attention reads.
         attention_norm: Norm of the result of attention, or None.
         result_norm: Norm of the result of the MLP, or None; experts have none.
-        cache_of: Index of an earlier layer whose keys and values attention reads; None: it has its own.
         input: What it does with its part of `Decoder.inputs` after that, or None.
     """
 
@@ -49,9 +45,6 @@ class Layer:
     mlp: Mlp | Experts
     attention_norm: Norm | None = None
     result_norm: Norm | None = None
-    parallel: bool = False
-    residual_factor: float = 1.0
-    cache_of: int | None = None
     input: LayerInput | None = None
     scalar: float = 1.0
 
@@ -78,13 +71,12 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
+class Decoder(DecoderOptions):
     """A model, from token ids to logits.
 
     Attributes:
         embedding: ``[vocab, hidden]``, bfloat16, float16 or float32.
         lm_head: ``[rows, hidden]``, usually one row per token of the vocabulary.
-        logits_cap: Logits become ``cap * tanh(logit / cap)`` after that; None: they do not.
         inputs: What layers read of a token besides x; None where no layer has an `input`.
     """
 
@@ -93,9 +85,6 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Norm
     lm_head: PackedWeight
-    embedding_factor: float = 1.0
-    logits_factor: float = 1.0
-    logits_cap: float | None = None
     int8_inputs: bool = False
     inputs: LayerInputs | None = None
     batch_invariant: bool = False

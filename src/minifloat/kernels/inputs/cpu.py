@@ -11,13 +11,10 @@ from torch import Tensor
 
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES, has_kernel
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import CONSTANTS, STRUCTS, format_struct
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
-
-#: ``enum minifloat_input_scaling``.
-_STATIC, _OF_TENSOR, _OF_BLOCK = 0, 1, 2
 
 
 def why_not(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
@@ -43,8 +40,8 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tenso
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     static_scale = None if scale is None else scale.detach().to("cpu", torch.float32).reshape(())
-    element = spec.element
-    args = structs.RoundInputsArgs(
+    scaling = "GIVEN" if static_scale is not None else "TENSOR" if spec.granularity == TENSOR else "BLOCK"
+    args = STRUCTS["round_inputs_args"](
         x=rows.data_ptr(),
         scale=None if static_scale is None else static_scale.data_ptr(),
         y=y.data_ptr(),
@@ -52,11 +49,11 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tenso
         cols=rows.shape[1],
         x_stride=rows.stride(0),
         block_cols=spec.granularity.cols or rows.shape[1],
-        element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+        element=format_struct(spec.element),
         dtype=DTYPES[x.dtype],
-        scaling=_STATIC if static_scale is not None else _OF_TENSOR if spec.granularity == TENSOR else _OF_BLOCK,
+        scaling=CONSTANTS[f"INPUT_{scaling}"],
         zero_scale=2.0**-FLOAT32.mantissa_bits,
         threads=threads.count(),
     )
-    library.round_inputs(args)
+    library.call("round_inputs", args)
     return y

@@ -14,10 +14,10 @@ from torch import Tensor
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES, has_kernel, unsupported
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS, struct_of
 from minifloat.kernels.pack.weight import Pointers
 
-_LINEAR = structs.struct_of(structs.LinearArgs)
+_LINEAR = struct_of(STRUCTS["linear_args"])
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
@@ -68,7 +68,8 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None, i
         table = (ctypes.c_void_p * len(addresses))(*addresses)
         bias_address = ctypes.addressof(table)
     dtype = DTYPES[x.dtype]
-    library.linear(
+    library.call(
+        "linear",
         _LINEAR.pack(
             pointers.address,
             bias_address,
@@ -83,7 +84,7 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None, i
             threads.count(),
             int8_inputs,
             False,  # batch_invariant, of decoders
-        )
+        ),
     )
     return y
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS, struct_of
 from minifloat.kernels.pack.weight import Pointers
 
-_MOE = structs.struct_of(structs.MoeArgs)
+_MOE = struct_of(STRUCTS["moe_args"])
 
 
 def run(
@@ -38,7 +38,8 @@ def run(
         first = biases.data_ptr()
         bias_pointers = (ctypes.c_void_p * count)(*[first + step * expert for expert in range(count)])
         bias_dtype = DTYPES[biases.dtype]
-    library.moe(
+    library.call(
+        "moe",
         _MOE.pack(
             pointers.address,
             0 if bias_pointers is None else ctypes.addressof(bias_pointers),
@@ -54,6 +55,6 @@ def run(
             threads.count(),
             int8_inputs,
             False,  # batch_invariant, of decoders
-        )
+        ),
     )
     return y

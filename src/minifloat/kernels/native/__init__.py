@@ -3,7 +3,7 @@
 The kernels are one shared library in the folder ``kernels``, built with the package if there was a C++ compiler. It
 holds the same code for several instruction sets and runs the fastest one that the processor has; the environment
 variable ``MINIFLOAT_ISA`` forces another, for tests and measurements. Calls go through ctypes, which releases the GIL.
-``csrc/api.h`` declares the functions; the ops of this package wrap them and validate their arguments.
+``api.h`` declares the functions and their arguments; the ops of this package wrap them and validate their arguments.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import ctypes
 import importlib.util
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import minifloat.kernels
 from minifloat.errors import KernelUnavailable
-from minifloat.kernels.native.library import Library
+from minifloat.kernels.native.structs import CONSTANTS
 
 __all__ = [
     "ABI_VERSION",
@@ -35,8 +35,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-#: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
-ABI_VERSION = 18
+ABI_VERSION = CONSTANTS["ABI_VERSION"]
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -44,6 +43,64 @@ _REBUILD = (
 #: OpenMP's runtime of GNU, which the library is linked with and wheels of torch bring.
 _OPENMP = "libgomp.so.1"
 _INSTALL_OPENMP = f"install {_OPENMP} (Debian and Ubuntu: libgomp1; Fedora: libgomp)"
+
+
+class Library:
+    """The loaded library, bound to one instruction set."""
+
+    def __init__(self, cdll: ctypes.CDLL, isa: str | None = None) -> None:
+        self._cdll = cdll
+        self._functions: dict[str, Callable[[int, object], int]] = {}
+        names = self.built = tuple(cdll.minifloat_isa_name(i).decode() for i in range(cdll.minifloat_isa_count()))
+        self.isas = tuple(name for i, name in enumerate(names) if cdll.minifloat_isa_supported(i))
+        self.isa = self.isas[0] if isa is None else isa
+        if self.isa not in names:
+            raise KernelUnavailable(f"unknown instruction set {self.isa!r}; this build has: {', '.join(names)}")
+        if self.isa not in self.isas:
+            raise KernelUnavailable(f"this processor has no {self.isa}; it can run: {', '.join(self.isas)}")
+        self._index = names.index(self.isa)
+
+    def with_isa(self, isa: str) -> Library:
+        """Return the same library bound to another instruction set."""
+        return Library(self._cdll, isa)
+
+    @property
+    def invariant_isa(self) -> str:
+        """The instruction set that batch-invariant calls run with: `isa`, or a slower one beside AMX."""
+        index: int = self._cdll.minifloat_invariant_isa(self._index)
+        name: bytes = self._cdll.minifloat_isa_name(index)
+        return name.decode()
+
+    def call(self, name: str, args: ctypes.Structure | bytes) -> None:
+        """Run the C function ``minifloat_<name>``, which leaves its results in `args`.
+
+        Packed bytes (`structs.struct_of`) are created faster than a structure.
+
+        Raises:
+            ValueError: If the function rejects its arguments, a bug of the caller, which validates them.
+            MemoryError: If there is no memory for the scratch buffers.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = getattr(self._cdll, f"minifloat_{name}")
+        status = function(self._index, args if isinstance(args, bytes) else ctypes.byref(args))
+        if status == CONSTANTS["NO_MEMORY"]:
+            raise MemoryError("minifloat_native found no memory for its scratch buffers")
+        if status:
+            raise ValueError(f"minifloat_native refused its arguments (status {status}; see enum minifloat_status)")
+
+    def packed_bytes(self, args: ctypes.Structure) -> int:
+        """Return the size of a packed weight, or 0 if the kernels have no layout for the weight."""
+        return int(self._cdll.minifloat_packed_bytes(ctypes.byref(args)))
+
+    def rounds_inputs(self, weight: int, m: int, x_dtype: int) -> bool:
+        """Return whether a product with `int8_inputs` rounds `m` rows of ``enum minifloat_dtype`` `x_dtype`."""
+        address, rows, dtype = ctypes.c_void_p(weight), ctypes.c_int64(m), ctypes.c_int32(x_dtype)
+        return bool(self._cdll.minifloat_rounds_inputs(self._index, address, rows, dtype))
+
+    def release_threads(self) -> None:
+        """End the threads that compute for the calling thread."""
+        self._cdll.minifloat_release_threads()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minifloat.kernels import native
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 
 
 def why_not() -> str:
@@ -23,8 +23,10 @@ def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, 
     """Implement `minifloat.kernels.observe.observe`; `x` is not empty."""
     library = native.require()
     data, count, dtype = x.data_ptr(), x.numel(), DTYPES[x.dtype]
-    args = structs.AmaxArgs(data=data, count=count, dtype=dtype)
-    library.amax(args)
+    args = STRUCTS["amax_args"](data=data, count=count, dtype=dtype)
+    library.call("amax", args)
     if histogram is not None:
-        library.histogram(structs.HistogramArgs(data=data, count=count, dtype=dtype, bins=histogram.ctypes.data))
+        library.call(
+            "histogram", STRUCTS["histogram_args"](data=data, count=count, dtype=dtype, bins=histogram.ctypes.data)
+        )
     return args.amax, args.nonfinite

@@ -5,10 +5,12 @@ The caller, `minifloat.kernels.pack`, validates the arguments.
 
 from __future__ import annotations
 
+import ctypes
+
 from torch import Tensor
 
 from minifloat.kernels import native, threads
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS
 from minifloat.kernels.pack.layout import Form
 
 
@@ -21,20 +23,20 @@ def pack(
     codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
 ) -> None:
     """Fill `packed`, uint8 ``[plan(form).total]``."""
-    native.require().pack(_args(codes, scales, factor, form, packed, thread_count))
+    native.require().call("pack", _args(codes, scales, factor, form, packed, thread_count))
 
 
 def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> None:
     """Fill `codes` and `scales`."""
-    native.require().unpack(_args(codes, scales, 1.0, form, packed, None))
+    native.require().call("unpack", _args(codes, scales, 1.0, form, packed, None))
 
 
 def _args(
     codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
-) -> structs.PackArgs:
+) -> ctypes.Structure:
     rows, cols = form.shape
     block_rows, block_cols = form.block
-    return structs.PackArgs(
+    return STRUCTS["pack_args"](
         codes=codes.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         rows=rows,

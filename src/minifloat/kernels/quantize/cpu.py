@@ -10,27 +10,25 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import CONSTANTS, STRUCTS, format_struct
 from minifloat.kernels.quantize.slab import Slab
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
-from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
-#: ``enum minifloat_dtype``.
-_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
+_DTYPES = {name: CONSTANTS[name] for name in ("BF16", "F16", "F32")}
 _ITEM_SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 
-#: ``enum minifloat_scaling``.
 _SCALINGS = {
-    (FLOAT32, ScaleRule.AMAX): 0,
-    (E4M3, ScaleRule.AMAX): 1,
-    (E8M0, ScaleRule.FLOOR): 2,
-    (E8M0, ScaleRule.EVEN): 3,
-    (E8M0, ScaleRule.RCEIL): 4,
-    (E8M0, ScaleRule.SEARCH): 5,
-    (E4M3, ScaleRule.SEARCH): 6,
+    (FLOAT32, ScaleRule.AMAX): CONSTANTS["SCALE_FLOAT32"],
+    (E4M3, ScaleRule.AMAX): CONSTANTS["SCALE_CODED"],
+    (E8M0, ScaleRule.FLOOR): CONSTANTS["SCALE_FLOOR"],
+    (E8M0, ScaleRule.EVEN): CONSTANTS["SCALE_EVEN"],
+    (E8M0, ScaleRule.RCEIL): CONSTANTS["SCALE_RCEIL"],
+    (E8M0, ScaleRule.SEARCH): CONSTANTS["SCALE_SEARCH"],
+    (E4M3, ScaleRule.SEARCH): CONSTANTS["SCALE_CODED_SEARCH"],
 }
 
 #: Elements that the library always handles together (``kLanes``): the width of blocks must be a multiple of it.
@@ -56,8 +54,8 @@ def why_not(spec: WeightSpec | None) -> str:
 
 def amax(data: npt.NDArray[np.uint8], dtype: str) -> tuple[float, int]:
     """Return the amax of the finite elements of `data`, which is not empty, and the number of NaN and Inf."""
-    args = structs.AmaxArgs(data=data.ctypes.data, dtype=_DTYPES[dtype], count=data.nbytes // _ITEM_SIZES[dtype])
-    native.require().amax(args)
+    args = STRUCTS["amax_args"](data=data.ctypes.data, dtype=_DTYPES[dtype], count=data.nbytes // _ITEM_SIZES[dtype])
+    native.require().call("amax", args)
     return args.amax, args.nonfinite
 
 
@@ -66,7 +64,7 @@ def quantize_rows(slab: Slab) -> tuple[CastStats, int]:
     spec = slab.spec
     rows, cols = slab.shape
     block_rows, block_cols = spec.granularity.block(slab.shape)
-    args = structs.QuantizeRowsArgs(
+    args = STRUCTS["quantize_rows_args"](
         data=slab.data.ctypes.data,
         rows=rows,
         cols=cols,
@@ -74,7 +72,7 @@ def quantize_rows(slab: Slab) -> tuple[CastStats, int]:
         block_cols=block_cols,
         dtype=_DTYPES[slab.dtype],
         scaling=_SCALINGS[spec.scale, spec.rule],
-        element=_format(spec.element),
+        element=format_struct(spec.element),
         zero_scale=2.0**-spec.scale.mantissa_bits,
         one_scale=spec.granularity == TENSOR,
         tensor_amax=0.0 if slab.tensor_amax is None else slab.tensor_amax,
@@ -82,11 +80,7 @@ def quantize_rows(slab: Slab) -> tuple[CastStats, int]:
         scales=slab.scales.ctypes.data,
     )
     if spec.has_global_scale and slab.tensor_amax is not None:
-        args.scale = _format(spec.scale)
+        args.scale = format_struct(spec.scale)
         args.divisor = float(scalar_global_divisor(slab.tensor_amax))
-    native.require().quantize_rows(args)
+    native.require().call("quantize_rows", args)
     return CastStats(rows * cols, args.signal, args.noise, args.saturated, args.flushed), args.nonfinite
-
-
-def _format(fmt: ElementFormat) -> structs.Format:
-    return structs.Format(bits=fmt.bits, mantissa_bits=fmt.mantissa_bits, emin=fmt.emin, max=fmt.max)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native import structs
+from minifloat.kernels.native.structs import STRUCTS, format_struct
 from minifloat.numerics.formats import ElementFormat
 
 
@@ -26,7 +26,7 @@ def round_with_feedback(
     """Implement `minifloat.kernels.rounding.round_with_feedback`."""
     library = native.require()
     codes = torch.empty(weight.shape, dtype=torch.uint8)
-    args = structs.RoundWithFeedbackArgs(
+    args = STRUCTS["round_with_feedback_args"](
         weight=weight.data_ptr(),
         scales=scales.data_ptr(),
         group_of=groups.data_ptr(),
@@ -35,16 +35,16 @@ def round_with_feedback(
         rows=weight.shape[0],
         cols=weight.shape[1],
         groups=scales.shape[1],
-        element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+        element=format_struct(element),
         threads=threads.count(),
     )
-    library.round_with_feedback(args)
+    library.call("round_with_feedback", args)
     return codes
 
 
 def gram(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
     """Implement `minifloat.kernels.rounding.gram`; with `same` the memory of `y` is that of `x`."""
-    args = structs.GramArgs(
+    args = STRUCTS["gram_args"](
         x=x.data_ptr(),
         y=y.data_ptr(),
         out=out.data_ptr(),
@@ -57,4 +57,4 @@ def gram(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
         symmetric=same,
         threads=threads.count(),
     )
-    native.require().gram(args)
+    native.require().call("gram", args)

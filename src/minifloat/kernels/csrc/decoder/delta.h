@@ -2,7 +2,7 @@
 // kernels/decoder/delta.py defines what it computes.
 #pragma once
 
-#include "../api.h"
+#include "../../native/api.h"
 #include "../intrinsics.h"
 #include "../linear/convert.h"
 

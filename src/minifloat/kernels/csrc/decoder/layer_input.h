@@ -1,7 +1,7 @@
 // The inputs of layers: what a layer reads of a token besides the residual stream (api.h: minifloat_layer_inputs).
 #pragma once
 
-#include "../api.h"
+#include "../../native/api.h"
 
 namespace MINIFLOAT_ISA {
 

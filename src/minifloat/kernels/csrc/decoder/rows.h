@@ -2,7 +2,7 @@
 // `end` - 1.
 #pragma once
 
-#include "../api.h"
+#include "../../native/api.h"
 #include "../linear/convert.h"
 #include "../threads.h"
 

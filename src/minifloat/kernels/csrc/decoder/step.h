@@ -1,7 +1,7 @@
 // Products of this instruction set (linear/linear.cpp), which a step calls without going through the C interface.
 #pragma once
 
-#include "../api.h"
+#include "../../native/api.h"
 
 namespace MINIFLOAT_ISA {
 

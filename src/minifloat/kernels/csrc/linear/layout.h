@@ -29,7 +29,7 @@
 
 #include <stdint.h>
 
-#include "../api.h"
+#include "../../native/api.h"
 #include "../vec.h"
 
 namespace MINIFLOAT_ISA {

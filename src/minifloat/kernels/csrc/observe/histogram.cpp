@@ -2,7 +2,7 @@
 //
 // Activations crowd into a few bins, so neighbouring elements go to different tables: an increment need not wait for
 // the one before it.
-#include "../api.h"
+#include "../../native/api.h"
 #include "../quantize/load.h"
 
 namespace MINIFLOAT_ISA {

@@ -2,7 +2,7 @@
 //
 // Memory-bound kernels are compared with this bandwidth, so it reads as they do: the same threads, one contiguous run
 // per thread, full vectors, software prefetch. The caller chooses the pages.
-#include "../api.h"
+#include "../../native/api.h"
 #include "../threads.h"
 #include "../vec.h"
 

@@ -6,7 +6,7 @@
 // but for the exponent.
 #pragma once
 
-#include "../api.h"
+#include "../../native/api.h"
 #include "load.h"
 
 namespace MINIFLOAT_ISA {

@@ -1,8 +1,8 @@
 """What the native decoders compute for each family of models, decided from its config, without torch.
 
-`decoder_plan` turns a config into a `DecoderPlan`, or raises `NotNative` with the reason why transformers' code runs
-the model. To add a family: a function in `families/` that returns its plan, and a row here;
-tests/serve/engine/test_native_families.py then needs a small config of it.
+`decoder_layout` turns a config into a `DecoderLayout`, or raises `NotNative` with the reason why transformers' code
+runs the model. To add a family: a function in `families/` that returns its layout, and a row here;
+tests/engine/test_native_families.py then needs a small config of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from minifloat.kernels.decoder_layout import DecoderLayout, NotNative
 from minifloat.model.architecture.decoder.families import (
     cohere,
     deepseek,
@@ -25,19 +26,18 @@ from minifloat.model.architecture.decoder.families import (
     qwen_next,
 )
 from minifloat.model.architecture.decoder.features import why_not_on_device
-from minifloat.model.architecture.decoder.plan import DecoderPlan, NotNative
 
 __all__ = [
     "NATIVE",
-    "DecoderPlan",
+    "DecoderLayout",
     "NativeFamily",
     "NotNative",
-    "decoder_plan",
+    "decoder_layout",
     "why_not_on_device",
     "why_not_type",
 ]
 
-#: Fields of configs that the plans of all families obey, or that change no result.
+#: Fields of configs that the layouts of all families obey, or that change no result.
 _COMMON = (
     "attention_bias attention_dropout bos_token_id embd_pdrop embedding_dropout eos_token_id head_dim hidden_act "
     "hidden_activation hidden_dropout hidden_size initializer_range intermediate_size layer_types "
@@ -63,14 +63,14 @@ _GEMMA4 = (
 
 @dataclass(frozen=True)
 class NativeFamily:
-    """A family that the decoder of CPUs runs; what that of GPUs lacks of its plan, `features.py` says."""
+    """A family that the decoder of CPUs runs; what that of GPUs lacks of its layout, `features.py` says."""
 
     architecture: str
-    plan: Callable[[Any], DecoderPlan]
+    layout: Callable[[Any], DecoderLayout]
     fields: str = ""
 
     def unknown_field(self, config: Any) -> str:
-        """Return a field that the config's class declares, that is not at its default, and that the plan ignores.
+        """Return a field that the config's class declares, that is not at its default, and that the layout ignores.
 
         Newer releases of transformers add fields, which may change what a model computes.
         """
@@ -169,7 +169,7 @@ def why_not_type(model_type: str) -> str:
     return "" if model_type in NATIVE else f"its model_type is {model_type!r}, not one of {', '.join(NATIVE)}"
 
 
-def decoder_plan(config: Any) -> DecoderPlan:
+def decoder_layout(config: Any) -> DecoderLayout:
     """Return what a decoder computes for a model."""
     reason = why_not_type(config.model_type)
     if reason:
@@ -178,4 +178,4 @@ def decoder_plan(config: Any) -> DecoderPlan:
     field = family.unknown_field(config)
     if field:
         raise NotNative(f"its config sets {field!r}, which minifloat does not know")
-    return family.plan(config)
+    return family.layout(config)

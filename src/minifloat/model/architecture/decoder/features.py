@@ -1,41 +1,41 @@
-"""What the decoder of GPUs lacks: the first part of a plan that it does not compute, by name."""
+"""What the decoder of GPUs lacks: the first part of a layout that it does not compute, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minifloat.model.architecture.decoder.plan import (
-    ActivationPlan,
-    AttentionPlan,
-    DecoderPlan,
-    DeltaPlan,
-    LayerPlan,
-    MlpPlan,
-    NormPlan,
+from minifloat.kernels.decoder_layout import (
+    Activation,
+    AttentionLayout,
+    DecoderLayout,
+    DeltaLayout,
+    LayerLayout,
+    MlpLayout,
+    NormLayout,
 )
 
 
-def why_not_on_device(plan: DecoderPlan) -> str:
+def why_not_on_device(layout: DecoderLayout) -> str:
     """Return why the decoder of GPUs does not run a model; empty if it does."""
-    missing = next(_missing(plan), "")
+    missing = next(_missing(layout), "")
     return f"the decoder of GPUs does not have {missing}" if missing else ""
 
 
-def _missing(plan: DecoderPlan) -> Iterator[str]:
-    if plan.inputs is not None:
+def _missing(layout: DecoderLayout) -> Iterator[str]:
+    if layout.inputs is not None:
         yield "inputs of layers besides the residual stream"
-    if plan.embedding_factor != 1.0 or plan.logits_factor != 1.0 or plan.logits_cap is not None:
+    if layout.embedding_factor != 1.0 or layout.logits_factor != 1.0 or layout.logits_cap is not None:
         yield "factors and caps of embeddings and logits"
-    if any(isinstance(layer.attention, DeltaPlan) for layer in plan.layers):
+    if any(isinstance(layer.attention, DeltaLayout) for layer in layout.layers):
         yield "layers with a gated delta rule"
         return
-    attentions = [layer.attention for layer in plan.layers if isinstance(layer.attention, AttentionPlan)]
-    for layer, attention in zip(plan.layers, attentions, strict=True):
-        yield from _missing_in_layer(layer, plan.norm)
-        yield from _missing_in_attention(attention, attentions[0], plan.norm.eps)
+    attentions = [layer.attention for layer in layout.layers if isinstance(layer.attention, AttentionLayout)]
+    for layer, attention in zip(layout.layers, attentions, strict=True):
+        yield from _missing_in_layer(layer, layout.norm)
+        yield from _missing_in_attention(attention, attentions[0], layout.norm.eps)
 
 
-def _missing_in_layer(layer: LayerPlan, last: NormPlan) -> Iterator[str]:
+def _missing_in_layer(layer: LayerLayout, last: NormLayout) -> Iterator[str]:
     if layer.parallel:
         yield "attention and MLP side by side"
     if layer.residual_factor != 1.0 or layer.scalar is not None:
@@ -45,13 +45,13 @@ def _missing_in_layer(layer: LayerPlan, last: NormPlan) -> Iterator[str]:
     for norm in (layer.input_norm, layer.mlp_norm, last):
         if norm is None or not _is_plain(norm, last.eps):
             yield "norms other than RMS norms before attention and MLP"
-    if not isinstance(layer.mlp, MlpPlan):
+    if not isinstance(layer.mlp, MlpLayout):
         yield "mixtures of experts"
-    elif layer.mlp.activation != ActivationPlan():
-        yield f"the activation {layer.mlp.activation.name!r}"
+    elif layer.mlp.activation != Activation():
+        yield f"the activation {layer.mlp.activation.kind!r}"
 
 
-def _missing_in_attention(attention: AttentionPlan, first: AttentionPlan, eps: float) -> Iterator[str]:
+def _missing_in_attention(attention: AttentionLayout, first: AttentionLayout, eps: float) -> Iterator[str]:
     if attention.latent is not None:
         yield "latent attention"
     if attention.values != "own" or attention.v_norm is not None:
@@ -71,7 +71,7 @@ def _missing_in_attention(attention: AttentionPlan, first: AttentionPlan, eps: f
     yield from (name for name, value in extras.items() if value is not None)
 
 
-def _is_plain(norm: NormPlan, eps: float) -> bool:
+def _is_plain(norm: NormLayout, eps: float) -> bool:
     """Return whether a norm is an RMS norm with a weight and an epsilon."""
     changed = norm.centered or norm.offset or norm.factor != 1.0
     return norm.weight is not None and norm.bias is None and not changed and norm.eps == eps

@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minifloat.model.architecture.decoder.plan import (
-    ActivationPlan,
-    AttentionPlan,
-    DecoderPlan,
-    DeltaPlan,
-    ExpertsPlan,
-    LayerPlan,
-    LinearPlan,
-    MlpPlan,
-    NormPlan,
+from minifloat.kernels.decoder_layout import (
+    Activation,
+    AttentionLayout,
+    DecoderLayout,
+    DeltaLayout,
+    ExpertsLayout,
+    LayerLayout,
+    LinearLayout,
+    MlpLayout,
+    NormLayout,
     NotNative,
-    RotaryPlan,
-    RouterPlan,
+    RotaryLayout,
+    RouterLayout,
 )
 
 #: Types of rotary embeddings whose frequencies do not depend on the length of the text; those of "longrope" are chosen
-#: once for all texts (`DecoderPlan.with_long_factors`).
+#: once for all texts (`DecoderLayout.with_long_factors`).
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 #: Names of rotary embeddings in older configs; of "mrope" the coordinates of a position are equal in text.
 _OTHER_NAMES = {"mrope": "default", "su": "longrope"}
@@ -57,12 +57,12 @@ def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rms_norm(config: Any, name: str, size: int | None = None) -> NormPlan:
+def rms_norm(config: Any, name: str, size: int | None = None) -> NormLayout:
     """Return the RMS norm of a module, by default of the residual stream."""
-    return NormPlan(f"{name}.weight", (config.hidden_size if size is None else size,), float(config.rms_norm_eps))
+    return NormLayout(f"{name}.weight", (config.hidden_size if size is None else size,), float(config.rms_norm_eps))
 
 
-def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: bool) -> RotaryPlan:
+def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: bool) -> RotaryLayout:
     """Return the rotary embedding of a config."""
     parameters = config.rope_parameters
     if layer_type is not None and isinstance(parameters.get(layer_type), dict):
@@ -72,7 +72,7 @@ def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: boo
         raise NotNative(reason)
     how["partial"] = how.get("partial", False) and parameters.get("rope_type", "default") == "default"
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in parameters.items()}
-    return RotaryPlan(tuple(sorted(values.items())), head_dim, int(config.max_position_embeddings), **how)
+    return RotaryLayout(tuple(sorted(values.items())), head_dim, int(config.max_position_embeddings), **how)
 
 
 def why_not_rope(config: Mapping[str, Any]) -> str:
@@ -96,21 +96,21 @@ def sliding_window(config: Any, index: int) -> int | None:
     return int(config.sliding_window) if kind == "sliding_attention" and config.sliding_window else None
 
 
-def attention(config: Any, index: int, *, bias: bool = False, out_bias: bool = False) -> AttentionPlan:
+def attention(config: Any, index: int, *, bias: bool = False, out_bias: bool = False) -> AttentionLayout:
     """Return attention with one rotary embedding, without norms and window."""
     name, hidden, d = f"{layer_name(index)}.self_attn", int(config.hidden_size), head_size(config)
     heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-    return AttentionPlan(
+    return AttentionLayout(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=d,
         scale=d**-0.5,
         qkv=(
-            LinearPlan(f"{name}.q_proj", (heads * d, hidden), bias),
-            LinearPlan(f"{name}.k_proj", (kv_heads * d, hidden), bias),
-            LinearPlan(f"{name}.v_proj", (kv_heads * d, hidden), bias),
+            LinearLayout(f"{name}.q_proj", (heads * d, hidden), bias),
+            LinearLayout(f"{name}.k_proj", (kv_heads * d, hidden), bias),
+            LinearLayout(f"{name}.v_proj", (kv_heads * d, hidden), bias),
         ),
-        out=LinearPlan(f"{name}.o_proj", (hidden, heads * d), out_bias),
+        out=LinearLayout(f"{name}.o_proj", (hidden, heads * d), out_bias),
         rotary=rotary(config, d),
     )
 
@@ -131,50 +131,50 @@ def whole_norms(config: Any, index: int) -> dict[str, Any]:
     }
 
 
-def activation(config: Any, *, gated: bool = True) -> ActivationPlan:
+def activation(config: Any, *, gated: bool = True) -> Activation:
     """Return the function of a config's MLPs."""
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in ACTIVATIONS:
         raise NotNative(f"its activation is {name!r}, not one of {', '.join(ACTIVATIONS)}")
-    return ActivationPlan(ACTIVATIONS[name], gated)
+    return Activation(ACTIVATIONS[name], gated)
 
 
-def mlp(config: Any, name: str, intermediate: int, *, bias: bool = False) -> MlpPlan:
+def mlp(config: Any, name: str, intermediate: int, *, bias: bool = False) -> MlpLayout:
     """Return a gated MLP of three linears."""
     hidden = int(config.hidden_size)
-    return MlpPlan(
+    return MlpLayout(
         gate_up=(
-            LinearPlan(f"{name}.gate_proj", (intermediate, hidden), bias),
-            LinearPlan(f"{name}.up_proj", (intermediate, hidden), bias),
+            LinearLayout(f"{name}.gate_proj", (intermediate, hidden), bias),
+            LinearLayout(f"{name}.up_proj", (intermediate, hidden), bias),
         ),
-        down=LinearPlan(f"{name}.down_proj", (hidden, intermediate), bias),
+        down=LinearLayout(f"{name}.down_proj", (hidden, intermediate), bias),
         activation=activation(config),
     )
 
 
-def fused_mlp(config: Any, name: str, intermediate: int, names: tuple[str, str]) -> MlpPlan:
+def fused_mlp(config: Any, name: str, intermediate: int, names: tuple[str, str]) -> MlpLayout:
     """Return a gated MLP whose gate and up are one linear; `names`: of that, and of the last linear."""
     hidden = int(config.hidden_size)
-    return MlpPlan(
-        gate_up=(LinearPlan(f"{name}.{names[0]}", (2 * intermediate, hidden)),),
-        down=LinearPlan(f"{name}.{names[1]}", (hidden, intermediate)),
+    return MlpLayout(
+        gate_up=(LinearLayout(f"{name}.{names[0]}", (2 * intermediate, hidden)),),
+        down=LinearLayout(f"{name}.{names[1]}", (hidden, intermediate)),
         activation=activation(config),
     )
 
 
-def plain_mlp(config: Any, name: str, names: tuple[str, str], *, bias: bool = False) -> MlpPlan:
+def plain_mlp(config: Any, name: str, names: tuple[str, str], *, bias: bool = False) -> MlpLayout:
     """Return an MLP without a gate; `names`: of its two linears."""
     hidden, intermediate = int(config.hidden_size), int(config.intermediate_size)
-    return MlpPlan(
-        gate_up=(LinearPlan(f"{name}.{names[0]}", (intermediate, hidden), bias),),
-        down=LinearPlan(f"{name}.{names[1]}", (hidden, intermediate), bias),
+    return MlpLayout(
+        gate_up=(LinearLayout(f"{name}.{names[0]}", (intermediate, hidden), bias),),
+        down=LinearLayout(f"{name}.{names[1]}", (hidden, intermediate), bias),
         activation=activation(config, gated=False),
     )
 
 
-def experts(config: Any, name: str, count: int, intermediate: int, router: RouterPlan) -> ExpertsPlan:
+def experts(config: Any, name: str, count: int, intermediate: int, router: RouterLayout) -> ExpertsLayout:
     """Return experts that are stored one by one or fused."""
-    return ExpertsPlan(
+    return ExpertsLayout(
         router=router,
         gate_up=f"{name}.experts.gate_up_proj",
         down=f"{name}.experts.down_proj",
@@ -186,11 +186,11 @@ def experts(config: Any, name: str, count: int, intermediate: int, router: Route
 
 
 def pre_norm_layer(
-    config: Any, index: int, attention: AttentionPlan | DeltaPlan, mlp: MlpPlan | ExpertsPlan
-) -> LayerPlan:
+    config: Any, index: int, attention: AttentionLayout | DeltaLayout, mlp: MlpLayout | ExpertsLayout
+) -> LayerLayout:
     """Return a layer with RMS norms before attention and before the MLP."""
     name = layer_name(index)
-    return LayerPlan(
+    return LayerLayout(
         name=name,
         input_norm=rms_norm(config, f"{name}.input_layernorm"),
         attention=attention,
@@ -199,13 +199,13 @@ def pre_norm_layer(
     )
 
 
-def decoder(config: Any, layer: Callable[[Any, int], LayerPlan], norm: NormPlan | None = None) -> DecoderPlan:
+def decoder(config: Any, layer: Callable[[Any, int], LayerLayout], norm: NormLayout | None = None) -> DecoderLayout:
     """Return a model."""
     hidden = int(config.hidden_size)
-    return DecoderPlan(
+    return DecoderLayout(
         hidden=hidden,
         layers=tuple(layer(config, index) for index in range(config.num_hidden_layers)),
         embedding="model.embed_tokens.weight",
         norm=norm or rms_norm(config, "model.norm"),
-        lm_head=LinearPlan("lm_head", (int(config.vocab_size), hidden)),
+        lm_head=LinearLayout("lm_head", (int(config.vocab_size), hidden)),
     )

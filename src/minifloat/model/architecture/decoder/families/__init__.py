@@ -1,1 +1,1 @@
-"""The plans of families: one function each, from a config to a plan."""
+"""The layouts of families: one function each, from a config to a layout."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from minifloat.kernels.decoder_layout import AttentionLayout, DecoderLayout, LayerLayout, NormLayout, NotNative
 from minifloat.model.architecture.decoder import parts
-from minifloat.model.architecture.decoder.plan import AttentionPlan, DecoderPlan, LayerPlan, NormPlan, NotNative
 
 
-def gemma(config: Any) -> DecoderPlan:
-    """Return the plan of a Gemma."""
+def gemma(config: Any) -> DecoderLayout:
+    """Return the layout of a Gemma."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention, name = _attention(config, index), parts.layer_name(index)
         mlp = parts.mlp(config, f"{name}.mlp", int(config.intermediate_size))
-        plan = parts.pre_norm_layer(config, index, attention, mlp)
+        layout = parts.pre_norm_layer(config, index, attention, mlp)
         return replace(
-            plan,
+            layout,
             input_norm=_norm(config, f"{name}.input_layernorm"),
             mlp_norm=_norm(config, f"{name}.post_attention_layernorm"),
         )
@@ -25,10 +25,10 @@ def gemma(config: Any) -> DecoderPlan:
     return _decoder(config, layer)
 
 
-def gemma2(config: Any) -> DecoderPlan:
-    """Return the plan of a Gemma 2: norms on both sides, windows in some layers, caps of scores and logits."""
+def gemma2(config: Any) -> DecoderLayout:
+    """Return the layout of a Gemma 2: norms on both sides, windows in some layers, caps of scores and logits."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = replace(
             _attention(config, index),
             scale=config.query_pre_attn_scalar**-0.5,
@@ -40,13 +40,13 @@ def gemma2(config: Any) -> DecoderPlan:
     return replace(_decoder(config, layer), logits_cap=config.final_logit_softcapping)
 
 
-def gemma3(config: Any) -> DecoderPlan:
-    """Return the plan of a Gemma 3's text model: norms of heads, and a rotary embedding for each type of layer.
+def gemma3(config: Any) -> DecoderLayout:
+    """Return the layout of a Gemma 3's text model: norms of heads, and a rotary embedding for each type of layer.
 
     transformers does not read ``attn_logit_softcapping`` here.
     """
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention, name, d = _attention(config, index), f"{parts.layer_name(index)}.self_attn", parts.head_size(config)
         attention = replace(
             attention,
@@ -61,16 +61,16 @@ def gemma3(config: Any) -> DecoderPlan:
     return replace(_decoder(config, layer), logits_cap=config.final_logit_softcapping)
 
 
-def _attention(config: Any, index: int) -> AttentionPlan:
+def _attention(config: Any, index: int) -> AttentionLayout:
     if getattr(config, "use_bidirectional_attention", None):
         raise NotNative("its tokens see those after them (use_bidirectional_attention)")
     bias = bool(config.attention_bias)
     return parts.attention(config, index, bias=bias, out_bias=bias)
 
 
-def _sandwich(config: Any, index: int, attention: AttentionPlan) -> LayerPlan:
+def _sandwich(config: Any, index: int, attention: AttentionLayout) -> LayerLayout:
     name = parts.layer_name(index)
-    return LayerPlan(
+    return LayerLayout(
         name=name,
         input_norm=_norm(config, f"{name}.input_layernorm"),
         attention=attention,
@@ -81,11 +81,11 @@ def _sandwich(config: Any, index: int, attention: AttentionPlan) -> LayerPlan:
     )
 
 
-def _norm(config: Any, name: str, size: int | None = None) -> NormPlan:
+def _norm(config: Any, name: str, size: int | None = None) -> NormLayout:
     return replace(parts.rms_norm(config, name, size), offset=1.0)
 
 
-def _decoder(config: Any, layer: Any) -> DecoderPlan:
+def _decoder(config: Any, layer: Any) -> DecoderLayout:
     return replace(
         parts.decoder(config, layer, _norm(config, "model.norm")),
         embedding_factor=float(config.hidden_size**0.5),

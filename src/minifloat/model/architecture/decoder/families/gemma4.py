@@ -6,37 +6,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from minifloat.model.architecture.decoder import parts
-from minifloat.model.architecture.decoder.plan import (
-    AttentionPlan,
-    DecoderPlan,
-    ExpertNormsPlan,
-    ExpertsPlan,
-    LayerInputPlan,
-    LayerInputsPlan,
-    LayerPlan,
-    LinearPlan,
-    MlpPlan,
-    NormPlan,
+from minifloat.kernels.decoder_layout import (
+    AttentionLayout,
+    DecoderLayout,
+    ExpertNormsLayout,
+    ExpertsLayout,
+    LayerInputLayout,
+    LayerInputsLayout,
+    LayerLayout,
+    LinearLayout,
+    MlpLayout,
+    NormLayout,
     NotNative,
-    RouterPlan,
+    RouterLayout,
 )
+from minifloat.model.architecture.decoder import parts
 
 #: What transformers reads for each layer; anything else in ``per_layer_config`` it refuses.
 _OF_LAYERS = {"head_dim", "num_key_value_heads"}
 
 
-def gemma4(config: Any) -> DecoderPlan:
-    """Return the plan of a Gemma 4's text model."""
+def gemma4(config: Any) -> DecoderLayout:
+    """Return the layout of a Gemma 4's text model."""
     if config.use_bidirectional_attention == "all":
         raise NotNative("its tokens see those after them (use_bidirectional_attention)")
     others = set(getattr(config, "per_layer_attributes", None) or ()) - _OF_LAYERS
     if others:
         raise NotNative(f"its layers differ in {min(others)} (per_layer_config)")
-    plan = parts.decoder(config, _layer)
-    sharing = [index for index, layer in enumerate(plan.layers) if layer.cache_of is not None]
+    layout = parts.decoder(config, _layer)
+    sharing = [index for index, layer in enumerate(layout.layers) if layer.cache_of is not None]
     return replace(
-        plan,
+        layout,
         embedding_factor=float(config.hidden_size**0.5),
         rounds_embedding_factor=True,
         logits_cap=config.final_logit_softcapping,
@@ -45,11 +45,11 @@ def gemma4(config: Any) -> DecoderPlan:
     )
 
 
-def _layer(config: Any, index: int) -> LayerPlan:
+def _layer(config: Any, index: int) -> LayerLayout:
     name, source = parts.layer_name(index), _source(config, index)
     wide = 2 if config.use_double_wide_mlp and source is not None else 1
     mlp = parts.mlp(config, f"{name}.mlp", wide * int(config.intermediate_size))
-    return LayerPlan(
+    return LayerLayout(
         name=name,
         input_norm=parts.rms_norm(config, f"{name}.input_layernorm"),
         attention=_attention(config, index, shares=source is not None),
@@ -75,7 +75,7 @@ def _source(config: Any, index: int) -> int | None:
     return sources[-1]
 
 
-def _attention(config: Any, index: int, *, shares: bool) -> AttentionPlan:
+def _attention(config: Any, index: int, *, shares: bool) -> AttentionLayout:
     kind, window = config.layer_types[index], parts.sliding_window(config, index)
     heads, (d, kv_heads) = int(config.num_attention_heads), _sizes(config, index)
     name, hidden, bias = f"{parts.layer_name(index)}.self_attn", int(config.hidden_size), bool(config.attention_bias)
@@ -84,15 +84,15 @@ def _attention(config: Any, index: int, *, shares: bool) -> AttentionPlan:
     own: dict[str, Any] = {}
     if not shares:
         own["k_norm"] = parts.rms_norm(config, f"{name}.k_norm", d)
-        own["v_norm"] = NormPlan(None, (d,), float(config.rms_norm_eps))
-    linears = [LinearPlan(f"{name}.{linear}", (count, hidden), bias) for linear, count in rows.items()]
-    return AttentionPlan(
+        own["v_norm"] = NormLayout(None, (d,), float(config.rms_norm_eps))
+    linears = [LinearLayout(f"{name}.{linear}", (count, hidden), bias) for linear, count in rows.items()]
+    return AttentionLayout(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=d,
         scale=1.0,
         qkv=tuple(linears[: {"own": 3, "keys": 2, "shared": 1}[values]]),
-        out=LinearPlan(f"{name}.o_proj", (hidden, heads * d), bias),
+        out=LinearLayout(f"{name}.o_proj", (hidden, heads * d), bias),
         rotary=parts.rotary(config, d, kind),
         q_norm=parts.rms_norm(config, f"{name}.q_norm", d),
         window=window,
@@ -116,17 +116,17 @@ def _sizes(config: Any, index: int) -> tuple[int, int]:
     return int(config.global_head_dim or d), int(of_keys or kv_heads)
 
 
-def _experts(config: Any, name: str, mlp: MlpPlan) -> ExpertsPlan:
+def _experts(config: Any, name: str, mlp: MlpLayout) -> ExpertsLayout:
     hidden, eps = int(config.hidden_size), float(config.rms_norm_eps)
-    router = RouterPlan(
+    router = RouterLayout(
         f"{name}.router.proj.weight",
-        int(config.top_k_experts),
+        top_k=int(config.top_k_experts),
         normalize=True,
         scales=f"{name}.router.per_expert_scale",
     )
     experts = parts.experts(config, name, int(config.num_experts), int(config.moe_intermediate_size), router)
-    norms = ExpertNormsPlan(
-        router=NormPlan(f"{name}.router.scale", (hidden,), eps, factor=hidden**-0.5),
+    norms = ExpertNormsLayout(
+        router=NormLayout(f"{name}.router.scale", (hidden,), eps, factor=hidden**-0.5),
         input=parts.rms_norm(config, f"{name}.pre_feedforward_layernorm_2"),
         experts=parts.rms_norm(config, f"{name}.post_feedforward_layernorm_2"),
         mlp=parts.rms_norm(config, f"{name}.post_feedforward_layernorm_1"),
@@ -134,17 +134,17 @@ def _experts(config: Any, name: str, mlp: MlpPlan) -> ExpertsPlan:
     return replace(experts, shared=mlp, norms=norms)
 
 
-def _input(config: Any, name: str) -> LayerInputPlan:
+def _input(config: Any, name: str) -> LayerInputLayout:
     size, hidden = int(config.hidden_size_per_layer_input), int(config.hidden_size)
-    return LayerInputPlan(
-        gate=LinearPlan(f"{name}.per_layer_input_gate", (size, hidden)),
-        out=LinearPlan(f"{name}.per_layer_projection", (hidden, size)),
+    return LayerInputLayout(
+        gate=LinearLayout(f"{name}.per_layer_input_gate", (size, hidden)),
+        out=LinearLayout(f"{name}.per_layer_projection", (hidden, size)),
         norm=parts.rms_norm(config, f"{name}.post_per_layer_input_norm"),
         activation=parts.activation(config),
     )
 
 
-def _inputs(config: Any) -> LayerInputsPlan | None:
+def _inputs(config: Any) -> LayerInputsLayout | None:
     """Return the inputs of layers.
 
     transformers multiplies the projection by ``hidden ** -0.5`` before its norm; a norm of x times a factor is the norm
@@ -157,9 +157,9 @@ def _inputs(config: Any) -> LayerInputsPlan | None:
         rows = f"{config.vocab_size_per_layer_input} rows, its embedding {config.vocab_size}"
         raise NotNative(f"the table of the inputs of its layers has {rows} (vocab_size_per_layer_input)")
     eps = float(config.rms_norm_eps) * hidden
-    return LayerInputsPlan(
+    return LayerInputsLayout(
         table="model.embed_tokens_per_layer.weight",
-        projection=LinearPlan("model.per_layer_model_projection", (int(config.num_hidden_layers) * size, hidden)),
+        projection=LinearLayout("model.per_layer_model_projection", (int(config.num_hidden_layers) * size, hidden)),
         norm=replace(parts.rms_norm(config, "model.per_layer_projection_norm", size), eps=eps),
         table_factor=float(size**0.5),
         factor=2.0**-0.5,

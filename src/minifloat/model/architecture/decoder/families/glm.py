@@ -5,29 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from minifloat.model.architecture.decoder import parts
-from minifloat.model.architecture.decoder.plan import (
-    AttentionPlan,
-    DecoderPlan,
-    ExpertsPlan,
-    LayerPlan,
-    LinearPlan,
-    MlpPlan,
+from minifloat.kernels.decoder_layout import (
+    AttentionLayout,
+    DecoderLayout,
+    ExpertsLayout,
+    LayerLayout,
+    LinearLayout,
+    MlpLayout,
     NotNative,
-    RouterPlan,
+    RouterLayout,
 )
+from minifloat.model.architecture.decoder import parts
 
 
-def phi3(config: Any) -> DecoderPlan:
-    """Return the plan of a Phi-3 or Phi-4: q, k and v are one linear, and so are gate and up."""
+def phi3(config: Any) -> DecoderLayout:
+    """Return the layout of a Phi-3 or Phi-4: q, k and v are one linear, and so are gate and up."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index)
         rows = sum(linear.shape[0] for linear in attention.qkv)
         name = f"{parts.layer_name(index)}.self_attn.qkv_proj"
         attention = replace(
             attention,
-            qkv=(LinearPlan(name, (rows, int(config.hidden_size))),),
+            qkv=(LinearLayout(name, (rows, int(config.hidden_size))),),
             window=config.sliding_window,
             rotary=parts.rotary(config, attention.head_dim, partial=True),
         )
@@ -36,33 +36,33 @@ def phi3(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def glm(config: Any) -> DecoderPlan:
-    """Return the plan of a GLM-4 of the first kind: neighbouring dimensions turn together."""
+def glm(config: Any) -> DecoderLayout:
+    """Return the layout of a GLM-4 of the first kind: neighbouring dimensions turn together."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         return parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
 
     return parts.decoder(config, layer)
 
 
-def glm4(config: Any) -> DecoderPlan:
-    """Return the plan of a GLM-4-0414: norms of both results besides."""
+def glm4(config: Any) -> DecoderLayout:
+    """Return the layout of a GLM-4-0414: norms of both results besides."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
-        plan = parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
+    def layer(config: Any, index: int) -> LayerLayout:
+        layout = parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
         return replace(
-            plan,
-            attention_norm=parts.rms_norm(config, f"{plan.name}.post_self_attn_layernorm"),
-            result_norm=parts.rms_norm(config, f"{plan.name}.post_mlp_layernorm"),
+            layout,
+            attention_norm=parts.rms_norm(config, f"{layout.name}.post_self_attn_layernorm"),
+            result_norm=parts.rms_norm(config, f"{layout.name}.post_mlp_layernorm"),
         )
 
     return parts.decoder(config, layer)
 
 
-def glm4_moe(config: Any) -> DecoderPlan:
-    """Return the plan of a GLM-4.5 to 4.7: experts by sigmoid, in groups, and shared experts."""
+def glm4_moe(config: Any) -> DecoderLayout:
+    """Return the layout of a GLM-4.5 to 4.7: experts by sigmoid, in groups, and shared experts."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index, bias=bool(config.attention_bias))
         rotary = parts.rotary(config, attention.head_dim, partial=True)
         norms = parts.head_norms(config, index) if config.use_qk_norm else {}
@@ -72,10 +72,10 @@ def glm4_moe(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def dots1(config: Any) -> DecoderPlan:
-    """Return the plan of a dots.llm1: norms of heads, windows in some layers, experts as in GLM-4.5."""
+def dots1(config: Any) -> DecoderLayout:
+    """Return the layout of a dots.llm1: norms of heads, windows in some layers, experts as in GLM-4.5."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         window = parts.sliding_window(config, index)
@@ -85,17 +85,17 @@ def dots1(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def minimax_m2(config: Any) -> DecoderPlan:
-    """Return the plan of a MiniMax-M2: norms of q and k over all heads, experts by sigmoid in one group."""
+def minimax_m2(config: Any) -> DecoderLayout:
+    """Return the layout of a MiniMax-M2: norms of q and k over all heads, experts by sigmoid in one group."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index)
         rotary = parts.rotary(config, attention.head_dim, partial=True)
         attention = replace(attention, rotary=rotary, **parts.whole_norms(config, index))
         name = f"{parts.layer_name(index)}.mlp"
-        router = RouterPlan(
+        router = RouterLayout(
             f"{name}.gate.weight",
-            int(config.num_experts_per_tok),
+            top_k=int(config.num_experts_per_tok),
             kind="sigmoid",
             normalize=True,
             correction=f"{name}.e_score_correction_bias",
@@ -106,13 +106,13 @@ def minimax_m2(config: Any) -> DecoderPlan:
     return replace(parts.decoder(config, layer), renamings=parts.W1_W2_W3)
 
 
-def _attention(config: Any, index: int) -> AttentionPlan:
+def _attention(config: Any, index: int) -> AttentionLayout:
     attention = parts.attention(config, index, bias=bool(config.attention_bias))
     rotary = parts.rotary(config, attention.head_dim, partial=True, interleaved=True)
     return replace(attention, rotary=rotary)
 
 
-def _fused_mlp(config: Any, index: int) -> MlpPlan:
+def _fused_mlp(config: Any, index: int) -> MlpLayout:
     name = f"{parts.layer_name(index)}.mlp"
     return parts.fused_mlp(config, name, int(config.intermediate_size), ("gate_up_proj", "down_proj"))
 
@@ -124,14 +124,14 @@ def _experts_of(config: Any) -> int:
     return int(count)
 
 
-def experts_in_groups(config: Any, index: int, *, dense: bool | None = None) -> MlpPlan | ExpertsPlan:
+def experts_in_groups(config: Any, index: int, *, dense: bool | None = None) -> MlpLayout | ExpertsLayout:
     """Return the experts of a layer behind a router in groups, or its MLP."""
     name = f"{parts.layer_name(index)}.mlp"
     if index < config.first_k_dense_replace if dense is None else dense:
         return parts.mlp(config, name, int(config.intermediate_size))
-    router = RouterPlan(
+    router = RouterLayout(
         f"{name}.gate.weight",
-        int(config.num_experts_per_tok),
+        top_k=int(config.num_experts_per_tok),
         kind="sigmoid",
         normalize=bool(config.norm_topk_prob),
         correction=f"{name}.gate.e_score_correction_bias",
@@ -140,6 +140,6 @@ def experts_in_groups(config: Any, index: int, *, dense: bool | None = None) -> 
         factor=float(config.routed_scaling_factor),
     )
     intermediate = int(config.moe_intermediate_size)
-    plan = parts.experts(config, name, _experts_of(config), intermediate, router)
+    layout = parts.experts(config, name, _experts_of(config), intermediate, router)
     shared = intermediate * int(config.n_shared_experts or 0)
-    return replace(plan, shared=parts.mlp(config, f"{name}.shared_experts", shared)) if shared else plan
+    return replace(layout, shared=parts.mlp(config, f"{name}.shared_experts", shared)) if shared else layout

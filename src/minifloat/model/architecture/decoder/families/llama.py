@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from minifloat.kernels.decoder_layout import DecoderLayout, LayerLayout
 from minifloat.model.architecture.decoder import parts
-from minifloat.model.architecture.decoder.plan import DecoderPlan, LayerPlan
 
 
-def llama(config: Any) -> DecoderPlan:
-    """Return the plan of a Llama."""
+def llama(config: Any) -> DecoderLayout:
+    """Return the layout of a Llama."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
@@ -20,30 +20,30 @@ def llama(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def mistral(config: Any) -> DecoderPlan:
-    """Return the plan of a Mistral: one window for all layers."""
+def mistral(config: Any) -> DecoderLayout:
+    """Return the layout of a Mistral: one window for all layers."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = replace(parts.attention(config, index), window=config.sliding_window)
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
 
     return parts.decoder(config, layer)
 
 
-def ministral(config: Any) -> DecoderPlan:
-    """Return the plan of a Ministral: windows in some layers."""
+def ministral(config: Any) -> DecoderLayout:
+    """Return the layout of a Ministral: windows in some layers."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = replace(parts.attention(config, index), window=parts.sliding_window(config, index))
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
 
     return parts.decoder(config, layer)
 
 
-def qwen2(config: Any) -> DecoderPlan:
-    """Return the plan of a Qwen 2, or of the text model of a Qwen2-VL or 2.5-VL: biases of q, k and v."""
+def qwen2(config: Any) -> DecoderLayout:
+    """Return the layout of a Qwen 2, or of the text model of a Qwen2-VL or 2.5-VL: biases of q, k and v."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index, bias=True)
         attention = replace(attention, window=parts.sliding_window(config, index))
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
@@ -51,10 +51,10 @@ def qwen2(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def qwen3(config: Any) -> DecoderPlan:
-    """Return the plan of a Qwen 3, or of the text model of a Qwen3-VL: norms of heads, windows in some layers."""
+def qwen3(config: Any) -> DecoderLayout:
+    """Return the layout of a Qwen 3, or of the text model of a Qwen3-VL: norms of heads, windows in some layers."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         window = parts.sliding_window(config, index) if hasattr(config, "layer_types") else None
@@ -64,10 +64,10 @@ def qwen3(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def seed_oss(config: Any) -> DecoderPlan:
-    """Return the plan of a Seed-OSS: biases of q, k and v, and of the result of attention, apart."""
+def seed_oss(config: Any) -> DecoderLayout:
+    """Return the layout of a Seed-OSS: biases of q, k and v, and of the result of attention, apart."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias, out_bias = bool(config.attention_bias), bool(config.attention_out_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=out_bias)
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
@@ -75,10 +75,10 @@ def seed_oss(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def smollm3(config: Any) -> DecoderPlan:
-    """Return the plan of a SmolLM 3: some layers without rotary embedding, some of these with a window."""
+def smollm3(config: Any) -> DecoderLayout:
+    """Return the layout of a SmolLM 3: some layers without rotary embedding, some of these with a window."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         window = parts.sliding_window(config, index) if config.use_sliding_window else None
@@ -89,10 +89,10 @@ def smollm3(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def arcee(config: Any) -> DecoderPlan:
-    """Return the plan of an Arcee: an MLP without a gate."""
+def arcee(config: Any) -> DecoderLayout:
+    """Return the layout of an Arcee: an MLP without a gate."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         name = f"{parts.layer_name(index)}.mlp"
@@ -102,10 +102,10 @@ def arcee(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def helium(config: Any) -> DecoderPlan:
-    """Return the plan of a Helium: neighbouring dimensions of a head turn together."""
+def helium(config: Any) -> DecoderLayout:
+    """Return the layout of a Helium: neighbouring dimensions of a head turn together."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index, bias=bool(config.attention_bias))
         attention = replace(attention, rotary=parts.rotary(config, attention.head_dim, interleaved=True))
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
@@ -113,10 +113,10 @@ def helium(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def ernie(config: Any) -> DecoderPlan:
-    """Return the plan of a dense ERNIE 4.5: as Helium, with biases everywhere or nowhere."""
+def ernie(config: Any) -> DecoderLayout:
+    """Return the layout of a dense ERNIE 4.5: as Helium, with biases everywhere or nowhere."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.use_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         attention = replace(attention, rotary=parts.rotary(config, attention.head_dim, interleaved=True))

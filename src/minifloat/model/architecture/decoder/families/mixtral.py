@@ -5,38 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from minifloat.model.architecture.decoder import parts
-from minifloat.model.architecture.decoder.plan import (
-    DecoderPlan,
-    ExpertsPlan,
-    LayerPlan,
-    MlpPlan,
+from minifloat.kernels.decoder_layout import (
+    DecoderLayout,
+    ExpertsLayout,
+    LayerLayout,
+    MlpLayout,
     NotNative,
-    RouterPlan,
+    RouterLayout,
 )
+from minifloat.model.architecture.decoder import parts
 
 
-def mixtral(config: Any) -> DecoderPlan:
-    """Return the plan of a Mixtral."""
+def mixtral(config: Any) -> DecoderLayout:
+    """Return the layout of a Mixtral."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = replace(parts.attention(config, index), window=config.sliding_window)
         name = f"{parts.layer_name(index)}.mlp"
-        router = RouterPlan(f"{name}.gate.weight", int(config.num_experts_per_tok), normalize=True)
+        router = RouterLayout(f"{name}.gate.weight", top_k=int(config.num_experts_per_tok), normalize=True)
         experts = parts.experts(config, name, int(config.num_local_experts), int(config.intermediate_size), router)
         return parts.pre_norm_layer(config, index, attention, experts)
 
     return replace(parts.decoder(config, layer), renamings=parts.W1_W2_W3)
 
 
-def qwen2_moe(config: Any) -> DecoderPlan:
-    """Return the plan of a Qwen 2 mixture: a shared expert behind a gate."""
+def qwen2_moe(config: Any) -> DecoderLayout:
+    """Return the layout of a Qwen 2 mixture: a shared expert behind a gate."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index, bias=bool(config.qkv_bias))
         attention = replace(attention, window=parts.sliding_window(config, index))
         mlp = _qwen_mlp(config, index)
-        if isinstance(mlp, ExpertsPlan):
+        if isinstance(mlp, ExpertsLayout):
             name = f"{parts.layer_name(index)}.mlp"
             shared = parts.mlp(config, f"{name}.shared_expert", int(config.shared_expert_intermediate_size))
             mlp = replace(mlp, shared=shared, shared_gate=f"{name}.shared_expert_gate.weight")
@@ -45,10 +45,10 @@ def qwen2_moe(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def qwen3_moe(config: Any) -> DecoderPlan:
-    """Return the plan of a Qwen 3 mixture: norms of heads."""
+def qwen3_moe(config: Any) -> DecoderLayout:
+    """Return the layout of a Qwen 3 mixture: norms of heads."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias, window = bool(config.attention_bias), config.sliding_window
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         attention = replace(attention, window=window, **parts.head_norms(config, index))
@@ -57,27 +57,27 @@ def qwen3_moe(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def qwen3_vl_moe(config: Any) -> DecoderPlan:
-    """Return the plan of the text model of a Qwen3-VL mixture: weights of experts always sum to 1."""
+def qwen3_vl_moe(config: Any) -> DecoderLayout:
+    """Return the layout of the text model of a Qwen3-VL mixture: weights of experts always sum to 1."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         attention = replace(attention, **parts.head_norms(config, index))
         mlp = _qwen_mlp(config, index)
-        if isinstance(mlp, ExpertsPlan):
+        if isinstance(mlp, ExpertsLayout):
             mlp = replace(mlp, router=replace(mlp.router, normalize=True), either=True)
         return parts.pre_norm_layer(config, index, attention, mlp)
 
     return parts.decoder(config, layer)
 
 
-def olmoe(config: Any) -> DecoderPlan:
-    """Return the plan of an OLMoE: norms of q and k over all heads."""
+def olmoe(config: Any) -> DecoderLayout:
+    """Return the layout of an OLMoE: norms of q and k over all heads."""
     if config.clip_qkv is not None:
         raise NotNative("it clips q and k after their norms (clip_qkv)")
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         attention = replace(attention, **parts.whole_norms(config, index))
@@ -89,7 +89,7 @@ def olmoe(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def _qwen_mlp(config: Any, index: int) -> MlpPlan | ExpertsPlan:
+def _qwen_mlp(config: Any, index: int) -> MlpLayout | ExpertsLayout:
     name = f"{parts.layer_name(index)}.mlp"
     is_sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
     if not is_sparse or index in config.mlp_only_layers:
@@ -98,6 +98,6 @@ def _qwen_mlp(config: Any, index: int) -> MlpPlan | ExpertsPlan:
     return parts.experts(config, name, count, intermediate, _qwen_router(config, name))
 
 
-def _qwen_router(config: Any, name: str) -> RouterPlan:
+def _qwen_router(config: Any, name: str) -> RouterLayout:
     normalize = bool(getattr(config, "norm_topk_prob", False))
-    return RouterPlan(f"{name}.gate.weight", int(config.num_experts_per_tok), normalize=normalize)
+    return RouterLayout(f"{name}.gate.weight", top_k=int(config.num_experts_per_tok), normalize=normalize)

@@ -5,36 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from minifloat.kernels.decoder_layout import AttentionLayout, DecoderLayout, LayerLayout, NormLayout
 from minifloat.model.architecture.decoder import parts
-from minifloat.model.architecture.decoder.plan import AttentionPlan, DecoderPlan, LayerPlan, NormPlan
 
 
-def olmo(config: Any) -> DecoderPlan:
-    """Return the plan of an OLMo: layer norms without weights, and q, k and v clipped in some models."""
-    norm = NormPlan(None, (int(config.hidden_size),), 1e-5, centered=True)
+def olmo(config: Any) -> DecoderLayout:
+    """Return the layout of an OLMo: layer norms without weights, and q, k and v clipped in some models."""
+    norm = NormLayout(None, (int(config.hidden_size),), 1e-5, centered=True)
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention, name = replace(_attention(config, index), clip=config.clip_qkv), parts.layer_name(index)
         mlp = parts.mlp(config, f"{name}.mlp", int(config.intermediate_size))
-        return LayerPlan(name=name, input_norm=norm, attention=attention, mlp_norm=norm, mlp=mlp)
+        return LayerLayout(name=name, input_norm=norm, attention=attention, mlp_norm=norm, mlp=mlp)
 
     return parts.decoder(config, layer, norm)
 
 
-def olmo2(config: Any) -> DecoderPlan:
-    """Return the plan of an OLMo 2: norms of results, and of q and k over all heads."""
+def olmo2(config: Any) -> DecoderLayout:
+    """Return the layout of an OLMo 2: norms of results, and of q and k over all heads."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = replace(_attention(config, index), **parts.whole_norms(config, index))
         return _post_norm_layer(config, index, attention)
 
     return parts.decoder(config, layer)
 
 
-def olmo3(config: Any) -> DecoderPlan:
-    """Return the plan of an OLMo 3: windows in some layers, and a rotary embedding for each type of layer."""
+def olmo3(config: Any) -> DecoderLayout:
+    """Return the layout of an OLMo 3: windows in some layers, and a rotary embedding for each type of layer."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = replace(
             _attention(config, index),
             window=parts.sliding_window(config, index),
@@ -46,10 +46,10 @@ def olmo3(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def exaone4(config: Any) -> DecoderPlan:
-    """Return the plan of an EXAONE 4: in models with windows, layers without a window have no rotary embedding."""
+def exaone4(config: Any) -> DecoderLayout:
+    """Return the layout of an EXAONE 4: in models with windows, layers without a window have no rotary embedding."""
 
-    def layer(config: Any, index: int) -> LayerPlan:
+    def layer(config: Any, index: int) -> LayerLayout:
         attention = parts.attention(config, index)
         is_sliding = config.layer_types[index] == "sliding_attention"
         attention = replace(
@@ -63,14 +63,14 @@ def exaone4(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
-def _attention(config: Any, index: int) -> AttentionPlan:
+def _attention(config: Any, index: int) -> AttentionLayout:
     bias = bool(config.attention_bias)
     return parts.attention(config, index, bias=bias, out_bias=bias)
 
 
-def _post_norm_layer(config: Any, index: int, attention: AttentionPlan) -> LayerPlan:
+def _post_norm_layer(config: Any, index: int, attention: AttentionLayout) -> LayerLayout:
     name = parts.layer_name(index)
-    return LayerPlan(
+    return LayerLayout(
         name=name,
         input_norm=None,
         attention=attention,

@@ -1,4 +1,4 @@
-// The C interface of libminifloat_native: what ctypes sees (native/structs.py mirrors it field by field).
+// The C interface of libminifloat_native; structs.py reads the structures and constants from this file.
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
 // observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, Gram products, packing,
