@@ -1,4 +1,4 @@
-"""Every family of the native decoder computes what transformers' code computes, and every part of its plan matters."""
+"""Every family of the native decoder computes what transformers' code computes, and every part of its layout matters."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def test_greedy_tokens_are_those_of_transformers(name: str, folder_of: Callable[
     assert [list(completion.tokens) for completion in small.generate(PROMPTS, GREEDY)] == answers
 
 
-# ------------------------------------------------------------------------------------- what a plan states, it computes
+# ------------------------------------------------------------------------------------- what a layout states, it computes
 
 
-#: Fields of plans that change what is computed, and what replaces their values.
+#: Fields of layouts that change what is computed, and what replaces their values.
 _WITHOUT: dict[str, Any] = {
     "embedding_factor": 1.0,
     "logits_factor": 1.0,
@@ -162,7 +162,7 @@ _UNDONE = {"gemma4_text": ["factor"], "gemma4_text with experts": ["normalize", 
 
 
 def stated(part: Any) -> Iterator[str]:
-    """The fields of `_WITHOUT` that a plan sets."""
+    """The fields of `_WITHOUT` that a layout sets."""
     for field in fields(part) if is_dataclass(part) else ():
         value = getattr(part, field.name)
         if field.name in _WITHOUT and value != _WITHOUT[field.name]:
@@ -172,7 +172,7 @@ def stated(part: Any) -> Iterator[str]:
 
 
 def without(part: Any, name: str) -> Any:
-    """A plan without a field, wherever it is set."""
+    """A layout without a field, wherever it is set."""
     if isinstance(part, tuple):
         return tuple(without(inner, name) for inner in part)
     if not is_dataclass(part) or isinstance(part, type):
@@ -186,7 +186,7 @@ def without(part: Any, name: str) -> Any:
 
 
 @families
-def test_every_part_of_a_plan_changes_the_logits(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_every_part_of_a_layout_changes_the_logits(name: str, folder_of: Callable[[str], Path]) -> None:
     exact = expected_logits(name)
     found: list[str] = []
 

@@ -90,7 +90,7 @@ def _experts(module: Any, apart: bool) -> Experts:
     halves = gate_up.chunk(2, dim=1) if apart else (gate_up,)
     return Experts(
         router=Router(
-            module.gate.weight.detach(), module.gate.top_k, normalize=getattr(module.gate, "norm_topk_prob", True)
+            module.gate.weight.detach(), top_k=module.gate.top_k, normalize=getattr(module.gate, "norm_topk_prob", True)
         ),
         gate_up=tuple(PackedExperts([_packed(w) for w in half]) for half in halves),
         down=PackedExperts([_packed(w) for w in module.experts.down_proj]),

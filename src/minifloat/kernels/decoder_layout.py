@@ -2,7 +2,8 @@
 
 The decoders of CPUs (`minifloat.kernels.decoder`) and of GPUs are built from it. Numbers and options of a part are
 declared in a class of their own (`AttentionOptions`, ...), which the part with tensors in `kernels.decoder` inherits
-too. A parameter's name is that in transformers' model. Imports no torch.
+too; layouts are equal by their fields, parts with tensors by identity. A parameter's name is that in transformers'
+model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class LatentLayout:
         return shapes_of(self.up, self.kv_norm, self.q_up, self.q_norm)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """Softmax attention of grouped queries.
 
@@ -162,7 +163,7 @@ class AttentionLayout(AttentionOptions):
         return shapes_of(*self.qkv, self.out, self.q_norm, self.k_norm, self.v_norm) | sinks | latent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeltaOptions:
     """The gated delta rule of a layer, in the place of attention.
 
@@ -212,10 +213,15 @@ class DeltaLayout(DeltaOptions):
 class Activation:
     """What an MLP does between its products; `alpha` and `limit` are those of "clamped_swiglu"."""
 
-    kind: str = "silu"
+    name: str = "silu"
     gated: bool = True
     alpha: float = 1.0
     limit: float = float("inf")
+
+    @property
+    def kind(self) -> str:
+        """The name, as the field of the C structure is called."""
+        return self.name
 
     @property
     def inputs(self) -> int:
@@ -224,8 +230,8 @@ class Activation:
 
     def check(self, name: str) -> None:
         """Raise UnknownNameError if there is no such function."""
-        if self.kind not in ACTIVATIONS:
-            raise UnknownNameError(f"{name}.activation", self.kind, ACTIVATIONS)
+        if self.name not in ACTIVATIONS:
+            raise UnknownNameError(f"{name}.activation", self.name, ACTIVATIONS)
 
 
 #: Of most models.
@@ -245,7 +251,7 @@ class MlpLayout:
         return shapes_of(*self.gate_up, self.down)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RouterOptions:
     """How the experts of a token are chosen.
 
@@ -367,7 +373,7 @@ class LayerInputLayout:
         return shapes_of(self.gate, self.out, self.norm)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerInputsOptions:
     """``(norm(projection(embedding of the token)) + row of the token in table * table_factor) * factor``."""
 
@@ -385,7 +391,7 @@ class LayerInputsLayout(LayerInputsOptions):
     norm: NormLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerOptions:
     """``x += attention_norm(attention(input_norm(x)))``, then ``x += result_norm(mlp(mlp_norm(x)))``.
 
@@ -427,7 +433,7 @@ class LayerLayout(LayerOptions):
         return before | shapes_of(self.mlp, self.input) | scalar
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecoderOptions:
     """Factors of a model; `logits_cap`: logits become ``cap * tanh(logit / cap)`` after their factor."""
 

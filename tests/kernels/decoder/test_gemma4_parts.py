@@ -43,7 +43,7 @@ def decoder_of(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     inputs = None
     if name != "experts":
         table = torch.randn(VOCAB, len(layers) * SIZE, generator=random).to(dtype)
-        inputs = LayerInputs(table, weight(len(layers) * SIZE, HIDDEN), norm(SIZE), 3.0, 0.6)
+        inputs = LayerInputs(table, weight(len(layers) * SIZE, HIDDEN), norm(SIZE), table_factor=3.0, factor=0.6)
     return replace(decoder, layers=tuple(layers), inputs=inputs)
 
 

@@ -156,9 +156,9 @@ def test_a_cache_of_another_latent_is_refused() -> None:
 def test_groups_may_count_as_their_best_expert() -> None:
     weight = torch.tensor([[3.0], [2.9], [4.0], [0.0]])
     x = torch.ones(1, 1)
-    by_two = Router(weight, 1, groups=2, groups_kept=1)(x)[1]
-    by_one = Router(weight, 1, groups=2, groups_kept=1, group_best=1)(x)[1]
+    by_two = Router(weight, top_k=1, groups=2, groups_kept=1)(x)[1]
+    by_one = Router(weight, top_k=1, groups=2, groups_kept=1, group_best=1)(x)[1]
     assert (by_two.tolist(), by_one.tolist()) == ([[2]], [[2]])  # scores are a softmax: 0.2, 0.18, 0.55, 0.01
     kinds = {"kind": "softmax_of_chosen", "groups": 2, "groups_kept": 1}
-    assert Router(weight, 1, **kinds)(x)[1].tolist() == [[0]]  # type: ignore[arg-type]
-    assert Router(weight, 1, group_best=1, **kinds)(x)[1].tolist() == [[2]]  # type: ignore[arg-type]
+    assert Router(weight, top_k=1, **kinds)(x)[1].tolist() == [[0]]  # type: ignore[arg-type]
+    assert Router(weight, top_k=1, group_best=1, **kinds)(x)[1].tolist() == [[2]]  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ class LayerBuilder:
                 continue
             if name in options:
                 given[name] = getattr(layout, name)
-            elif name.endswith("_bias"):
+            elif name.endswith("_bias") and not hasattr(layout, name):
                 linears = getattr(layout, name.removesuffix("_bias"))
                 single = isinstance(linears, LinearLayout)
                 given[name] = self._packed.bias(linears) if single else self._packed.biases(linears)

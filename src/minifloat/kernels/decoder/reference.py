@@ -219,10 +219,10 @@ def _mlp(decoder: Decoder, mlp: Mlp, x: Tensor) -> Tensor:
 def activated(activation: Activation, x: Tensor) -> Tensor:
     """Apply a function to float32 rows ``[.., 2 * n]`` of gate and up, or to rows ``[.., n]`` where it is not gated."""
     if not activation.gated:
-        return _function(activation.kind, x)
+        return _function(activation.name, x)
     gate, up = x.chunk(2, dim=-1)
-    if activation.kind != "clamped_swiglu":
-        return _function(activation.kind, gate) * up
+    if activation.name != "clamped_swiglu":
+        return _function(activation.name, gate) * up
     gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * activation.alpha))
 

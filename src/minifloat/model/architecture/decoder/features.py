@@ -48,7 +48,7 @@ def _missing_in_layer(layer: LayerLayout, last: NormLayout) -> Iterator[str]:
     if not isinstance(layer.mlp, MlpLayout):
         yield "mixtures of experts"
     elif layer.mlp.activation != Activation():
-        yield f"the activation {layer.mlp.activation.kind!r}"
+        yield f"the activation {layer.mlp.activation.name!r}"
 
 
 def _missing_in_attention(attention: AttentionLayout, first: AttentionLayout, eps: float) -> Iterator[str]:
