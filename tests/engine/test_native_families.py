@@ -1,4 +1,4 @@
-"""Every family of the native decoder computes what transformers' code computes, and every part of its layout matters."""
+"""Every family of the native decoder computes what transformers computes, and every part of its layout matters."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, folder_of: Callable[
     assert [list(completion.tokens) for completion in small.generate(PROMPTS, GREEDY)] == answers
 
 
-# ------------------------------------------------------------------------------------- what a layout states, it computes
+# ---------------------------------------------------------------------------------- what a layout states, it computes
 
 
 #: Fields of layouts that change what is computed, and what replaces their values.

@@ -17,9 +17,9 @@ from minifloat.engine.blueprint import Blueprint
 from minifloat.engine.native.latent_weights import head_weights
 from minifloat.errors import MinifloatError
 from minifloat.kernels.decoder import Norm
+from minifloat.kernels.decoder_layout import LatentLayout, LinearLayout, NormLayout, NotNative
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
-from minifloat.kernels.decoder_layout import LatentLayout, LinearLayout, NormLayout, NotNative
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
 from minifloat.model.runtime.packing import Packing
