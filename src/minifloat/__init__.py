@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from minifloat.deploy.publish import PushOptions, PushReport, push_checkpoint
     from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
     from minifloat.errors import MinifloatError
-    from minifloat.evaluate.bench import BenchOptions, GainsReport, bench_checkpoint
-    from minifloat.evaluate.bench.workload import Workload
+    from minifloat.evaluate.bench import BenchOptions, GainsReport, Workload, bench_checkpoint
     from minifloat.evaluate.checkpoint_report import write_report
     from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions, Tolerance, compare_models
     from minifloat.evaluate.compare.served import compare_served
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 #: Public name -> the module that defines it.
 _EXPORTS = {
     "AsyncEngine": "minifloat.engine",
-    "BenchOptions": "minifloat.evaluate.bench",
+    "BenchOptions": "minifloat.evaluate.bench.workload",
     "Budget": "minifloat.quantize.rounding.budget.target",
     "Calibration": "minifloat.calibration.result",
     "ChatClient": "minifloat.serve.client",

@@ -362,7 +362,7 @@ def test_a_timeout_of_serve_reaches_the_server(option: str, monkeypatch: pytest.
     name = option.removeprefix("--").replace("-", "_")
     served: list[Any] = []
     monkeypatch.setattr(
-        "minifloat.serve.server.start.serve_checkpoint", lambda _, settings, **__: served.append(settings)
+        "minifloat.serve.server.start.serve_checkpoint", lambda _, settings, *__, **___: served.append(settings)
     )
     assert run("serve", tmp_path, option, "7.5").exit_code == 0
     (settings,) = served

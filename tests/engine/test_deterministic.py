@@ -16,9 +16,9 @@ from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.serve.native_text import open_text_model
 from minifloat.serve.server import start
 from minifloat.serve.server.settings import ServerSettings
+from minifloat.serve.text import open_text_model
 
 MakeModel = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -78,7 +78,7 @@ def test_it_chooses_the_kernels(llama_folder: Path) -> None:
     chosen, default = (Engine(llama_folder, EngineOptions(deterministic=flag)) for flag in (True, False))
     runners: list[Any] = [chosen._runner, default._runner]
     assert [runner.decoder.batch_invariant for runner in runners] == [True, False]
-    text = open_text_model(llama_folder, deterministic=True)
+    text = open_text_model(llama_folder, EngineOptions(deterministic=True))
     assert isinstance(text, Engine)
     assert text.info.deterministic
 
@@ -104,15 +104,7 @@ def test_a_model_of_transformers_is_refused(make_model: MakeModel, tmp_path: Pat
     with pytest.raises(UsageError, match="deterministic: the native decoder of the CPU does not run this model: "):
         Engine(folder, EngineOptions(deterministic=True))
     with pytest.raises(UsageError, match="does not run this model"):
-        open_text_model(folder, deterministic=True)
-
-
-def test_text_on_a_gpu_is_refused(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr("minifloat.model.runtime.devices.device_named", torch.device)
-    with pytest.raises(UsageError, match=r"deterministic: only the native decoder.* \(cuda\)"):
-        open_text_model(llama_folder, device="cuda", deterministic=True)
+        open_text_model(folder, EngineOptions(deterministic=True))
 
 
 def test_without_the_native_library_it_is_refused(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from minifloat.errors import CheckpointError, UsageError
 from minifloat.model.runtime.load import load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.serve.native_text import native_pieces, open_text_model
-from minifloat.serve.text import generate
+from minifloat.serve.text import generate, open_text_model
 
 PROMPT = "Once upon"
 
@@ -118,7 +117,7 @@ def test_a_small_top_p_is_greedy(model: PreTrainedModel) -> None:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    from minifloat.serve.text import _Sampler
+    from minifloat.serve.transformers_text import _Sampler
 
     scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
     sampler = _Sampler(SamplingParams(temperature=1.0, top_p=0.75, seed=0), [0])
@@ -209,11 +208,10 @@ def test_the_decoder_greedily_makes_the_text_of_transformers(make_llama: Callabl
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     engine = open_text_model(folder)
     assert isinstance(engine, Engine)
-    params = SamplingParams(temperature=0.0, max_tokens=20)
-    text = "".join(native_pieces(engine, PROMPT, params))
+    text = "".join(generate(engine, PROMPT, max_new_tokens=20))
     assert text == "".join(generate(load(folder), PROMPT, max_new_tokens=20)) != ""
     with pytest.raises(UsageError, match="has 200 tokens; the model attends to 128"):
-        native_pieces(engine, "x" * 200, params)
+        generate(engine, "x" * 200)
 
 
 def test_a_model_that_the_decoder_does_not_support_is_left_to_transformers(

@@ -2,65 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from minifloat.commands.options import (
-    COUNT,
     FOLDER,
     MODEL,
-    SpeculationParams,
+    SPECULATE,
     complete_scheme,
-    device_option,
-    engine_activations_option,
     json_option,
-    lm_head_option,
-    pass_params,
     print_json,
     revision_option,
-    speculation_options,
-    threads_option,
 )
-from minifloat.commands.report import add_to_report, no_report_option
+from minifloat.commands.options_from import GroupedCommand, build, options_from
+from minifloat.commands.report import add_to_report, no_report_option, require_folders, require_writable, write_page
+from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
+from minifloat.evaluate.bench.workload import BenchOptions, Workload
 from minifloat.numerics.scheme import DEFAULT_SCHEME
 
-if TYPE_CHECKING:
-    from minifloat.evaluate.bench.workload import Workload
+
+class _Sizes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """Numbers with commas between."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the numbers."""
+        if isinstance(value, tuple):
+            return value
+        if not all(size.strip().isdecimal() for size in value.split(",")):
+            self.fail(f"expected numbers with commas between, got {value!r}", param, ctx)
+        return tuple(map(int, value.split(",")))
 
 
-@dataclass(frozen=True)
-class BenchParams(SpeculationParams):
-    """The parameters of `bench`, named as its options."""
-
-    out: str | None
-    baseline: str | None
-    revision: str | None
-    shape: str | None
-    scheme: str
-    models_dir: Path | None
-    input_len: int
-    output_len: int
-    batch_sizes: str
-    rounds: int
-    device: str
-    threads: int | None
-    lm_head: str
-    activations: str
-    kv_cache_dtype: str
-    seed: int
-    report: Path | None
-    no_report: bool
-    update_card: bool
-    as_json: bool
-    save_result: bool
-    result_dir: Path
-
-
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("out", type=MODEL, required=False)
 @click.option("--baseline", type=MODEL, help="The checkpoint that OUT was made from: a folder or a model of the hub.")
 @revision_option("the baseline")
@@ -73,27 +51,39 @@ class BenchParams(SpeculationParams):
     help="With --shape: what to quantize to.",
 )
 @click.option("--models-dir", type=FOLDER, help="With --shape: keep the models here, and reuse them.")
-@click.option("--input-len", default=256, show_default=True, type=COUNT, help="Tokens per prompt.")
-@click.option("--output-len", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens per output.")
-@click.option("--batch-sizes", default="1,4,16", show_default=True, metavar="N,N", help="Prompts at a time.")
-@click.option("--rounds", default=3, show_default=True, type=COUNT, help="Times that both models are measured in turn.")
-@device_option("Where both run: cpu, cuda or cuda:N.")
-@threads_option("all")
-@lm_head_option("OUT")
-@engine_activations_option("OUT")
-@click.option(
-    "--kv-cache-dtype", default="auto", show_default=True, help="KV cache of OUT: auto, bfloat16, float32 or fp8."
+@options_from(
+    Workload,
+    batch_sizes={"type": _Sizes(), "multiple": False, "default": "1,4,16", "show_default": True, "metavar": "N,N"},
 )
-@speculation_options
-@click.option("--seed", default=0, show_default=True, type=int, help="For the prompts.")
+@options_from(BenchOptions, only=("threads",))
 @click.option("--report", type=FOLDER, help="Write a report as one HTML file.")
 @no_report_option()
 @click.option("--update-card", is_flag=True, help="Write the numbers into the README.md of OUT.")
 @json_option()
 @click.option("--save-result", is_flag=True, help="Write the JSON into a file.")
 @click.option("--result-dir", type=FOLDER, default=Path(), help="Folder for --save-result.  [default: .]")
-@pass_params(BenchParams)
-def bench(params: BenchParams) -> None:
+@options_from(EngineOptions, only=("device", "lm_head", "activations", "kv_cache_dtype"), group="Engine of OUT")
+@options_from(
+    EngineOptions,
+    only=("speculate", "draft", "draft_tokens"),
+    group="Engine of OUT",
+    environment=True,
+    speculate=SPECULATE,
+)
+def bench(
+    out: str | None,
+    baseline: str | None,
+    shape: str | None,
+    scheme: str,
+    models_dir: Path | None,
+    report: Path | None,
+    no_report: bool,
+    update_card: bool,
+    as_json: bool,
+    save_result: bool,
+    result_dir: Path,
+    **values: Any,
+) -> None:
     """Measure what the quantized checkpoint OUT gains over its BASELINE: memory, load time, latency, throughput.
 
     Both run on minifloat's engine with the same prompts, in turn. If you have no model at hand, --shape makes one:
@@ -101,69 +91,36 @@ def bench(params: BenchParams) -> None:
     """
     from minifloat.commands.display.bench import print_gains
     from minifloat.commands.progress import progress_bar
-    from minifloat.evaluate.bench import BenchOptions, bench_checkpoint
+    from minifloat.evaluate.bench import bench_checkpoint
     from minifloat.evaluate.bench.shapes import model_pair
 
-    _require_usable(params)
-    out = params.out
-    workload = _workload(params)
-    with (
-        model_pair(out, params.baseline, params.shape, params.scheme, params.models_dir) as (baseline, candidate),
-        progress_bar(enabled=not params.as_json) as progress,
-    ):
-        options = BenchOptions(
-            device=params.device,
-            threads=params.threads,
-            lm_head=params.lm_head,
-            activations=params.activations,
-            kv_cache_dtype=params.kv_cache_dtype,
-            speculate=params.speculate,
-            draft=params.draft,
-            draft_tokens=params.draft_tokens,
-            revision=params.revision,
-        )
-        report = bench_checkpoint(candidate, baseline, workload, options, progress=progress)
-    if params.as_json:
-        print_json(report)
-    else:
-        print_gains(report)
-    if params.report is not None:
-        from minifloat.checkpoint.files import written_whole
-        from minifloat.evaluate.bench.page import bench_page
-
-        with written_whole(params.report) as file:
-            file.write(bench_page(report).encode())
-        click.echo(f"Report: {params.report}", err=params.as_json)
-    if out is not None and not params.no_report:
-        add_to_report(out, report, err=params.as_json)
-    if params.update_card and out is not None:
-        from minifloat.evaluate.bench.card_section import gains_section
-        from minifloat.report.card import update_card
-
-        click.echo(f"Card: {update_card(out, gains_section(report))}", err=params.as_json)
-    if params.save_result:
-        click.echo(f"Written to {report.save(params.result_dir)}", err=params.as_json)
-
-
-def _require_usable(params: BenchParams) -> None:
-    """Refuse contradictory options before a model is loaded."""
-    out = params.out
-    if (params.shape is None) == (out is None) or (out is None) != (params.baseline is None):
+    if (shape is None) == (out is None) or (out is None) != (baseline is None):
         raise UsageError("give OUT and --baseline MODEL, or --shape NAME and neither of them")
-    if params.report is not None and (params.report.is_dir() or not params.report.parent.is_dir()):
-        raise UsageError(f"--report {params.report}: not a file in a folder that exists")
-    if params.update_card:
-        from minifloat.checkpoint.files import resolve_folder
-
+    require_writable(report, "--report")
+    if update_card:
         if out is None:
             raise UsageError("--update-card is for OUT; a model of random weights needs no card")
-        resolve_folder(out)  # raises for a model of the hub, whose card is not a local file
+        require_folders([out])
+    workload, options = build(Workload, values), build(BenchOptions, values, engine=build(EngineOptions, values))
+    with (
+        model_pair(out, baseline, shape, scheme, models_dir) as (original, candidate),
+        progress_bar(enabled=not as_json) as progress,
+    ):
+        result = bench_checkpoint(candidate, original, workload, options, progress=progress)
+    if as_json:
+        print_json(result)
+    else:
+        print_gains(result)
+    if report is not None:
+        from minifloat.evaluate.bench.page import bench_page
 
+        write_page(report, bench_page(result), err=as_json)
+    if out is not None and not no_report:
+        add_to_report(out, result, err=as_json)
+    if update_card and out is not None:
+        from minifloat.evaluate.bench.card_section import gains_section
+        from minifloat.report.card import update_card as write_card
 
-def _workload(params: BenchParams) -> Workload:
-    from minifloat.evaluate.bench.workload import Workload
-
-    sizes = params.batch_sizes.split(",")
-    if not all(size.strip().isdecimal() for size in sizes):
-        raise UsageError(f"--batch-sizes: expected numbers with commas between, got {params.batch_sizes!r}")
-    return Workload(params.input_len, params.output_len, tuple(map(int, sizes)), params.rounds, params.seed)
+        click.echo(f"Card: {write_card(out, gains_section(result))}", err=as_json)
+    if save_result:
+        click.echo(f"Written to {result.save(result_dir)}", err=as_json)

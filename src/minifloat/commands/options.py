@@ -181,28 +181,8 @@ def deterministic_option(option: Callable[..., Any] = click.option) -> Callable[
     return decorator
 
 
-@dataclass(frozen=True)
-class SpeculationParams:
-    """Parameters of drafts; `minifloat.engine.Engine` describes them."""
-
-    speculate: str | None
-    draft: str | None
-    draft_tokens: int
-
-
-#: The options of `SpeculationParams`.
-speculation_options = stack(
-    env_option(
-        "--speculate",
-        type=click.Choice(["self", "prompt"]),
-        is_flag=False,
-        flag_value="self",
-        help="Verify several drafted tokens per step; drafts are by the model's own copy in MXFP4 (self, also without "
-        "a value) or by what followed the same tokens before (prompt).",
-    ),
-    env_option("--draft", type=MODEL, metavar="MODEL", help="A smaller model that drafts, of the same tokenizer."),
-    env_option("--draft-tokens", default=7, show_default=True, type=COUNT, help="Drafts per step at most."),
-)
+#: Of `--speculate`, which is "self" without a value.
+SPECULATE = {"is_flag": False, "flag_value": "self"}
 
 
 def use_threads(threads: int | None) -> None:

@@ -112,7 +112,7 @@ def _settings(options: type, field: Field[Any], text: str) -> dict[str, Any]:
     default = _default(field)
     if annotation is bool:
         verb = re.sub(r"^Whether to ", "", text)
-        help_text = f"Do not {verb}" if default else verb[:1].upper() + verb[1:]
+        help_text = f"Do not {verb[:1].lower()}{verb[1:]}" if default else verb[:1].upper() + verb[1:]
         return {"is_flag": True, "help": help_text} | ({"callback": _negate} if default else {})
     sentence, separator, of_none = re.sub(r"\.$", "", text).partition("; None: ")
     settings: dict[str, Any] = {"help": f"{sentence}.  [default: {of_none}]" if separator else f"{sentence}."}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from minifloat.commands.options import FOLDER
-from minifloat.errors import MinifloatError
+from minifloat.errors import MinifloatError, UsageError
 
 if TYPE_CHECKING:
     from minifloat.evaluate.bench import GainsReport
@@ -63,3 +63,26 @@ def draw_report(
             click.echo(f"Report: {path}", err=err)
     except MinifloatError as error:
         click.echo(f"The report beside {folder} was not written: {error}", err=True)
+
+
+def require_writable(path: Path | None, option: str) -> None:
+    """Refuse a file that cannot be written, before anything slow happens."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise UsageError(f"{option} {path}: not a file in a folder that exists")
+
+
+def require_folders(models: Iterable[str]) -> None:
+    """Refuse models of the hub, whose cards are no local files."""
+    from minifloat.checkpoint.files import resolve_folder
+
+    for model in models:
+        resolve_folder(model)
+
+
+def write_page(path: Path, page: str, *, err: bool, what: str = "Report: ") -> None:
+    """Write an HTML file whole, and say so."""
+    from minifloat.checkpoint.files import written_whole
+
+    with written_whole(path) as file:
+        file.write(page.encode())
+    click.echo(f"{what}{path}", err=err)

@@ -12,37 +12,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from minifloat.commands.options import (
-    COUNT,
-    MODEL,
-    SIZE,
-    deterministic_option,
-    engine_activations_option,
-    env_option,
-    lm_head_option,
-    speculation_options,
-)
+from minifloat.commands.options import MODEL, SPECULATE, env_option
 from minifloat.commands.options_from import GroupedCommand, build, options_from
+from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.vllm import options as vllm
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_memory",
-    "kv_cache_dtype",
-    "lm_head",
-    "activations",
-    "speculate",
-    "draft",
-    "draft_tokens",
-    "deterministic",
-)
 
 
 @click.command(cls=GroupedCommand)
@@ -69,23 +46,7 @@ _ENGINE_OPTIONS = (
     max_body_bytes={"flags": ("--max-body-size",)},
     quiet={"flags": ("--quiet", "-q")},
 )
-@env_option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@env_option("--dtype", metavar="NAME", help="bfloat16, float16 or float32, of activations.  [default: config.json's]")
-@env_option("--max-model-len", type=COUNT, metavar="TOKENS", help="Longest prompt and answer.  [default: what fits]")
-@env_option("--max-num-seqs", default=64, show_default=True, type=COUNT, help="Requests that run at a time.")
-@env_option("--max-num-batched-tokens", type=COUNT, help="Tokens per step.  [default: 512; 4096 on a GPU]")
-@env_option(
-    "--kv-cache-memory",
-    type=SIZE,
-    metavar="SIZE",
-    help="Memory of the KV cache and of states of sequences, e.g. 4GiB.  [default: up to 1GiB; most of a GPU]",
-)
-@env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
-@lm_head_option(option=env_option)
-@engine_activations_option(option=env_option)
-@speculation_options
-@env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
-@deterministic_option(env_option)
+@options_from(EngineOptions, without=("runner", "impl"), group="Engine", environment=True, speculate=SPECULATE)
 @options_from(vllm.VllmOptions, only=vllm.ONLY_VLLM, group="vLLM", environment=True)
 @env_option("--print-command", is_flag=True, help="Print vLLM's command, and start nothing.")
 def serve(model: str, vllm_arguments: tuple[str, ...], engine: str, **values: Any) -> None:
@@ -155,7 +116,6 @@ def _refuse_vllm_options(vllm_arguments: tuple[str, ...]) -> None:
 def _serve_here(model: str, values: dict[str, Any]) -> None:
     """Serve with minifloat's own engine."""
     from minifloat.checkpoint.hub import model_name
-    from minifloat.engine import EngineOptions
     from minifloat.serve.server.settings import read_api_keys, read_template
     from minifloat.serve.server.start import serve_checkpoint
 
@@ -170,7 +130,7 @@ def _serve_here(model: str, values: dict[str, Any]) -> None:
     serve_checkpoint(
         model,
         settings,
-        EngineOptions(prefix_cache=not values["no_prefix_cache"], **{name: values[name] for name in _ENGINE_OPTIONS}),
+        build(EngineOptions, values),
         revision=values["revision"],
     )
 

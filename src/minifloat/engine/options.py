@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.numerics.ranges import Bytes, Count, require_in_range
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-_AT_LEAST_ONE = ("kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "draft_tokens")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EngineOptions:
         max_model_len: Tokens of the longest sequence, prompt and answer; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit.
         max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
-        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB and the states, on a GPU
+        kv_cache_memory: Memory of the KV cache and of states of sequences; None: up to 1 GiB and the states, on a GPU
             most of what the weights leave free.
         kv_cache_dtype: Dtype of the KV cache. auto: FP8 where the checkpoint has scales for it, else that of the
             activations.
@@ -44,17 +44,17 @@ class EngineOptions:
 
     device: str = "cpu"
     dtype: Dtype | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    kv_cache_memory: int | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count | None = None
+    kv_cache_memory: Bytes | None = None
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "float32"] = "auto"
     lm_head: Literal["auto", "bf16", "fp8"] = "auto"
     activations: Literal["auto", "bf16", "int8", "fp8"] = "auto"
     prefix_cache: bool = True
     speculate: Literal["self", "prompt", "draft"] | None = None
     draft: str | None = None
-    draft_tokens: int = 7  # with one sequence, a step of one token and seven drafts reads the weights once
+    draft_tokens: Count = 7  # with one sequence, a step of one token and seven drafts reads the weights once
     deterministic: bool = False
     runner: Literal["auto", "native", "device", "transformers"] = "auto"
     impl: str = "auto"
@@ -68,10 +68,7 @@ class EngineOptions:
             choices, value = tuple(_choices(hint)), getattr(self, name)
             if choices and value is not None and value not in choices:
                 raise UnknownNameError(name, value, choices)
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}: expected at least 1, got {value}")
+        require_in_range(self)
         if self.deterministic:
             self._check_deterministic()
 

@@ -34,6 +34,7 @@ class Range:
 
 Natural = Annotated[int, Range(0)]
 Count = Annotated[int, Range(1)]
+AtLeastTwo = Annotated[int, Range(2)]
 Bytes = Annotated[int, Range(1, is_size=True)]
 Port = Annotated[int, Range(0, 65535)]
 NonNegative = Annotated[float, Range(0)]

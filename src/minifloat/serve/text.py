@@ -1,51 +1,42 @@
 """Text from a model, piece by piece: for looking at a quantized model by eye.
 
-The engine runs a folder that its native decoder supports (`native_text.py`). Otherwise transformers' `generate` runs
-the model, one prompt at a time, in a thread of its own, so that the caller gets an ordinary iterator and can leave it
-at any token. Tokens are drawn by the engine's sampler.
+The engine's native decoder runs a checkpoint where it computes what `load` would: it starts in a fraction of the time,
+because it needs no transformers. It never quantizes the inputs of linears, so checkpoints that declare quantized inputs
+are left to transformers' code (`transformers_text`), unless the caller wants weights only.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import queue
-import threading
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
-
+from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
-from minifloat.engine.detokenize import Detokenizer
-from minifloat.engine.sampling import SamplingParams, SamplingState, sample
-from minifloat.errors import UsageError
-from minifloat.model.architecture.full_config import position_limit
-from minifloat.model.runtime.tokenizer import load_tokenizer
-from minifloat.model.runtime.tokens import end_tokens
-from minifloat.serve.native_text import native_pieces, open_text_model
+from minifloat.engine.options import EngineOptions
+from minifloat.errors import MinifloatError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from minifloat.engine import Engine, SamplingParams
+
+_LOG = logging.getLogger(__name__)
 
 
 def generate(
-    model: PreTrainedModel | str | os.PathLike[str],
+    model: Engine | PreTrainedModel | str | os.PathLike[str],
     prompt: str,
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
-    lm_head: str = "auto",
-    activations: str = "bf16",
+    options: EngineOptions | None = None,
     revision: str | None = None,
 ) -> Iterator[str]:
     """Continue a text.
@@ -54,16 +45,15 @@ def generate(
     iterator, as a KeyboardInterrupt in a loop over it does, ends generation after the token at work.
 
     Args:
-        model: A folder, a model of the hub, or one made by `minifloat.model.runtime.load.load`.
+        model: A folder, a model of the hub, an `Engine`, or a model made by `minifloat.load`.
         prompt: The text to continue, without a chat template.
         max_new_tokens: Number of tokens at most.
         temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn. At
             most 100, as in `SamplingParams`.
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
         seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
-        lm_head: Output layer of a model that is loaded here, as in `Engine`.
-        activations: Inputs of quantized weights of a model that is loaded here, as in `Engine`.
-        revision: Revision of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+        options: Device, output layer, activations and determinism of a model that is opened here.
+        revision: Revision of a model of the hub.
 
     Returns:
         An iterator over pieces of the continuation, without the prompt and without special tokens. A character whose
@@ -79,106 +69,70 @@ def generate(
             "expected max_new_tokens >= 1, a finite temperature >= 0 and 0 < top_p <= 1; "
             f"got {max_new_tokens}, {temperature} and {top_p}"
         )
+    from minifloat.engine import Engine, SamplingParams
+
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
-    if not isinstance(model, PreTrainedModel):
-        folder = model_folder(model, revision=revision)
-        opened = open_text_model(folder, lm_head=lm_head, activations=activations)
-        if not isinstance(opened, PreTrainedModel):
-            return native_pieces(opened, prompt, params)
-        model = opened
-    tokenizer = load_tokenizer(str(model.config.name_or_path))
-    ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
-    if ids == [None]:
+    if isinstance(model, (str, os.PathLike)):
+        model = open_text_model(model_folder(model, revision=revision), options)
+    if isinstance(model, Engine):
+        return _native_pieces(model, prompt, params)
+    from minifloat.serve.transformers_text import transformers_pieces
+
+    return transformers_pieces(model, prompt, params)
+
+
+def open_text_model(
+    folder: Path, options: EngineOptions | None = None, *, weight_only: bool = False
+) -> Engine | PreTrainedModel:
+    """Return an engine on the native decoder, or transformers' model where the decoder would compute something else."""
+    options = options or EngineOptions()
+    from minifloat.model.layouts import describe
+    from minifloat.model.runtime.devices import device_named
+
+    place = device_named(options.device)
+    with Checkpoint.open(folder) as checkpoint:
+        description = describe(checkpoint)
+        if place.type == "cpu" and (weight_only or not description.quantizes_inputs):
+            from minifloat.engine import Engine
+
+            native = replace(options, runner="native", max_num_seqs=1, prefix_cache=False)
+            try:
+                return Engine(folder, native, checkpoint=checkpoint)
+            except UsageError as error:
+                if options.deterministic:
+                    raise
+                _LOG.info("transformers' code runs this model: %s", error)
+        if options.deterministic:
+            raise UsageError(
+                f"deterministic: only the native decoder of the CPU has it; this model runs elsewhere ({place}); "
+                "--weight-only leaves out the quantized inputs that it declares"
+            )
+        from minifloat.model.runtime.load import load_opened
+
+        return load_opened(
+            checkpoint,
+            description,
+            device=place,
+            weight_only=weight_only,
+            lm_head=options.lm_head,
+            activations="bf16" if options.activations == "auto" else options.activations,
+        )
+
+
+def _native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterator[str]:
+    """Return an iterator over pieces of the continuation of a prompt."""
+    tokens = engine.encode(prompt)
+    if not tokens:
         raise UsageError("the prompt is empty, and the tokenizer has no token to begin a text with")
-    limit = position_limit(model.config)
-    room = max_new_tokens if limit is None else limit - len(ids)
-    if room < 1:
-        raise UsageError(f"the prompt has {len(ids)} tokens; the model attends to {limit}")
-    ends = sorted(end_tokens(model.generation_config, model.config, tokenizer))
-    options: dict[str, Any] = {
-        "max_new_tokens": min(max_new_tokens, room),
-        "do_sample": False,
-        "eos_token_id": ends or None,
-        "pad_token_id": ends[0] if ends else 0,  # transformers asks for one; a batch of one prompt has no padding
-    }
-    if not params.is_greedy:
-        options["logits_processor"] = LogitsProcessorList([_Sampler(params, ids)])
-    return _stream(model, tokenizer, ids, options)
+    limit = engine.info.max_model_len
+    if len(tokens) >= limit:
+        raise UsageError(f"the prompt has {len(tokens)} tokens; the model attends to {limit}")
+    return _pieces(engine, tokens, params)
 
 
-def _stream(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], options: dict[str, Any]
-) -> Iterator[str]:
-    """Run `generate` in a thread, and decode the tokens that it puts into a queue."""
-    feed = _Feed(len(prompt))
-    ids = torch.tensor([prompt], device=model.device)
-    runner: Any = model
-    arguments = {"attention_mask": torch.ones_like(ids), "streamer": feed, **options}
-    arguments["stopping_criteria"] = StoppingCriteriaList([_Stop(feed.abandoned)])
-
-    def run() -> None:
-        try:
-            runner.generate(ids, **arguments)
-        except BaseException as error:  # handed to the caller, who raises it
-            feed.tokens.put(error)
-        feed.tokens.put(None)
-
-    worker = threading.Thread(target=run, name="minifloat-generate", daemon=True)
-    worker.start()
-    try:
-        decoder = Detokenizer(tokenizer, prompt)
-        while (item := feed.tokens.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            if piece := decoder.add(item):
-                yield piece
-        if piece := decoder.rest():
-            yield piece
-    finally:
-        feed.abandoned.set()
-        worker.join()
-
-
-class _Feed(BaseStreamer):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """Puts the tokens of `generate` into a queue, except those of the prompt, which come first."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self.tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-        self.abandoned = threading.Event()
-        self._skip = prompt_tokens
-
-    def put(self, value: Tensor) -> None:
-        for token in value.flatten().tolist():
-            if self._skip:
-                self._skip -= 1
-            else:
-                self.tokens.put(token)
-
-    def end(self) -> None:
-        """Do nothing: the thread itself marks the end."""
-
-
-class _Stop(StoppingCriteria):
-    """Stops generation when the iterator is closed."""
-
-    def __init__(self, abandoned: threading.Event) -> None:
-        self.abandoned = abandoned
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self.abandoned.is_set(), dtype=torch.bool, device=input_ids.device)
-
-
-class _Sampler(LogitsProcessor):
-    """Draws a token by the engine's sampler, and leaves `generate` no other token to choose."""
-
-    def __init__(self, params: SamplingParams, prompt: list[int]) -> None:
-        self._state = SamplingState(params, prompt)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        (choice,) = sample(scores.float().cpu(), [self._state])
-        if isinstance(choice, Exception):
-            raise choice
-        self._state.add(choice.token)
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[:, choice.token] = 0
-        return chosen
+def _pieces(engine: Engine, tokens: tuple[int, ...], params: SamplingParams) -> Iterator[str]:
+    for delivery in engine.generate([tokens], params, stream=True):
+        if delivery.error is not None:
+            raise MinifloatError(f"the text ended with an error: {delivery.error}")
+        if delivery.text:
+            yield delivery.text

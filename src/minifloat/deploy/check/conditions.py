@@ -239,8 +239,9 @@ def experts_that_vllm_reads_fused(case: Case) -> Iterator[str]:
 
 def experts_that_transformers_reads_fused(case: Case) -> Iterator[str]:
     """Single experts of a model whose experts transformers reads only fused."""
-    if not _transformers_reads_single(case):
-        yield from _single_experts(case)
+    experts = list(_single_experts(case))
+    if experts and not _transformers_reads_single(case):  # which imports torch
+        yield from experts
 
 
 def _transformers_reads_single(case: Case) -> bool:

@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +28,12 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
 from minifloat.checkpoint.hub import model_folder, model_name
 from minifloat.checkpoint.progress import Progress
+from minifloat.engine.options import EngineOptions
 from minifloat.evaluate.bench.doubts import Side, find_doubts
 from minifloat.evaluate.bench.figures import BatchFigures, StepBytes, batch_figures, spread
 from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse
 from minifloat.evaluate.bench.worker import Worker
-from minifloat.evaluate.bench.workload import BatchTimings, Workload
+from minifloat.evaluate.bench.workload import BatchTimings, BenchOptions, Workload
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
 from minifloat.report.document import ShortReport
@@ -183,45 +184,6 @@ class GainsReport(ShortReport):
         return path
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """The engines of a bench; those of the candidate alone are `lm_head` to `draft_tokens`.
-
-    Attributes:
-        device: Device of both engines, as in `Engine`.
-        threads: Number of threads of each engine; None: as many as the process may use.
-        lm_head: Output layer, as in `Engine`.
-        activations: Inputs of quantized weights, as in `Engine`.
-        kv_cache_dtype: KV cache, as in `Engine`.
-        speculate: Speculation, as in `Engine`.
-        draft: Draft model, as in `Engine`.
-        draft_tokens: Largest number of drafts per sequence and step, as in `Engine`; None: its default.
-        revision: Branch, tag or commit of a baseline of the hub.
-    """
-
-    device: str = "cpu"
-    threads: int | None = None
-    lm_head: str = "auto"
-    activations: str = "auto"
-    kv_cache_dtype: str = "auto"
-    speculate: str | None = None
-    draft: str | None = None
-    draft_tokens: int | None = None
-    revision: str | None = None
-
-    def engines(self, load: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the options of the engines of baseline and candidate."""
-        # Every prompt of the largest batch runs at once and at full length.
-        both: dict[str, Any] = {
-            "max_model_len": load.length,
-            "max_num_seqs": max(load.batch_sizes),
-            "prefix_cache": False,
-        }
-        both["device"] = self.device
-        own = ("lm_head", "activations", "kv_cache_dtype", "speculate", "draft", "draft_tokens")
-        return both, both | {name: value for name in own if (value := getattr(self, name)) is not None}
-
-
 def bench_checkpoint(
     candidate: str | os.PathLike[str],
     baseline: str | os.PathLike[str],
@@ -247,14 +209,15 @@ def bench_checkpoint(
     """
     load, options = workload or Workload(), options or BenchOptions()
     threads = min(options.threads or processors.limit(), processors.limit())
-    engines = options.engines(load)
+    baseline_engine, candidate_engine = options.engines(load)
     contenders = (
-        _Contender(model_folder(baseline, revision=options.revision), engines[0], threads),
-        _Contender(model_folder(candidate), engines[1], threads),
+        _Contender(model_folder(baseline, revision=options.revision), baseline_engine, threads),
+        _Contender(model_folder(candidate), candidate_engine, threads),
     )
     reads = [contender.read_seconds() for contender in contenders]
     needed = sum(contender.nbytes + _OVERHEAD_BYTES for contender in contenders) + _PROBE_BYTES
-    gpu = None if options.device == "cpu" else _gpu(options.device)
+    device = options.engine.device
+    gpu = None if device == "cpu" else _gpu(device)
     together = needed < (psutil.virtual_memory().available if gpu is None else gpu.free)
     bandwidths: list[float] = []
     turns = load.rounds * len(contenders)
@@ -292,7 +255,7 @@ def _bandwidth(gpu: _Gpu | None, threads: int) -> list[float]:
 class _Contender:
     """A checkpoint, its engine while it is loaded, and its measurements."""
 
-    def __init__(self, path: Path, options: Mapping[str, Any], threads: int) -> None:
+    def __init__(self, path: Path, options: EngineOptions, threads: int) -> None:
         self.path = path
         self._options, self._threads = options, threads
         with Checkpoint.open(path) as checkpoint:
@@ -325,7 +288,7 @@ class _Contender:
     def turn(self, workload: Workload, number: int) -> None:
         """Run all batch sizes once."""
         if self._worker is None:
-            self._worker = Worker(self.path, self._options, self._threads)
+            self._worker = Worker(self.path, asdict(self._options), self._threads)
             self._info = self._worker.info
             self._loads.append(self._info["load_seconds"])
             self._worker.run(workload.prompts(-1, 1, self._info["vocab_size"]), 2)  # to touch all memory once

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
+from minifloat.numerics.ranges import AtLeastTwo, Count, require_in_range
 
 if TYPE_CHECKING:
     from minifloat.engine import Engine, StepStats, Timings, TokenUsage
@@ -22,27 +24,21 @@ class Workload:
     """Lengths of prompts and outputs, and the batch sizes to run.
 
     Attributes:
-        input_len: Tokens of each prompt.
-        output_len: Tokens of each output.
-        batch_sizes: Numbers of prompts to send at the same moment, one size after the other.
-        rounds: Number of times that each batch size is measured.
+        input_len: Tokens per prompt.
+        output_len: Tokens per output; at least 2, to measure the time between tokens.
+        batch_sizes: Prompts at a time, one size after the other.
+        rounds: Times that both models are measured in turn.
         seed: Seed of the prompts.
     """
 
-    input_len: int = 256
-    output_len: int = 128
+    input_len: Count = 256
+    output_len: AtLeastTwo = 128
     batch_sizes: tuple[int, ...] = (1, 4, 16)
-    rounds: int = 3
+    rounds: Count = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("input_len", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.output_len < 2:
-            raise UsageError(
-                f"output_len: expected at least 2, to measure the time between tokens; got {self.output_len}"
-            )
+        require_in_range(self)
         sizes = self.batch_sizes
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
             raise UsageError(f"batch_sizes: expected different numbers of at least 1, got {sizes}")
@@ -62,6 +58,31 @@ class Workload:
         """
         generator = random.Random(f"{self.seed} {number} {batch}")
         return [[generator.randrange(vocab) for _ in range(self.input_len)] for _ in range(batch)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The engines of a bench.
+
+    Attributes:
+        engine: The candidate's engine, as far as the workload does not say; the baseline's has its device.
+        threads: Threads of each engine; None: all.
+        revision: Branch, tag or commit of a baseline of the hub.
+    """
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    threads: Count | None = None
+    revision: str | None = None
+
+    def engines(self, workload: Workload) -> tuple[EngineOptions, EngineOptions]:
+        """Return the options of the engines of baseline and candidate."""
+        # Every prompt of the largest batch runs at once and at full length.
+        needed: dict[str, Any] = {
+            "max_model_len": workload.length,
+            "max_num_seqs": max(workload.batch_sizes),
+            "prefix_cache": False,
+        }
+        return EngineOptions(device=self.engine.device, **needed), replace(self.engine, **needed)
 
 
 @dataclass(frozen=True)

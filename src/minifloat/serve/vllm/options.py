@@ -19,7 +19,7 @@ TRANSLATED = {
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
     "kv_cache_dtype": "--kv-cache-dtype",
-    "no_prefix_cache": "--no-enable-prefix-caching",
+    "prefix_cache": "--no-enable-prefix-caching",
     "chat_template": "--chat-template",
 }
 #: Options that minifloat passes itself.
