@@ -13,6 +13,7 @@ from minifloat.evaluate.bench.shapes import SHAPES, Shape, write_random
 from minifloat.evaluate.bench.worker import Worker
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 NAME = "llama-8b"
 SCHEMES = ("fp8", "mxfp4")
@@ -28,7 +29,9 @@ def model(run: Run) -> None:
         paths = {"bf16": write_random(Path(folder) / "bf16", shape)}
         for scheme in SCHEMES:
             with run.attempt("model", f"quantize {scheme}"):
-                report = quantize_checkpoint(paths["bf16"], Path(folder) / scheme, scheme, device=str(run.device))
+                report = quantize_checkpoint(
+                    paths["bf16"], Path(folder) / scheme, scheme, QuantizeOptions(device=str(run.device))
+                )
                 paths[scheme] = Path(folder) / scheme
                 gbps = report.source_bytes / report.seconds / 1e9
                 run.log("streaming", what=f"quantize {scheme}", seconds=report.seconds, source_gbps=gbps)

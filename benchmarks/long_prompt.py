@@ -31,7 +31,7 @@ def make_model(folder: Path, scheme: str) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from minifloat import quantize_checkpoint
+    from minifloat import QuantizeOptions, quantize_checkpoint
     from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import Calibration
     from minifloat.calibration.rules import parse_rule
@@ -56,7 +56,9 @@ def make_model(folder: Path, scheme: str) -> Path:
     text.write_text(" ".join(f"t{7 * i % VOCAB}" for i in range(4096)))
     stats = calibrate(folder / "model", [text], CalibrateOptions(samples=4, seq_len=512)).stats
     calibration = Calibration(stats, parse_rule("max"))  # for the scales of keys and values
-    quantize_checkpoint(folder / "model", folder / scheme, scheme, calibration=calibration, kv_cache=True)
+    quantize_checkpoint(
+        folder / "model", folder / scheme, scheme, QuantizeOptions(kv_cache=True), calibration=calibration
+    )
     return folder / scheme
 
 

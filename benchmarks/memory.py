@@ -20,8 +20,8 @@ from minifloat import Checkpoint
 
 RUN = (
     "import sys, torch\n"
-    "from minifloat import quantize_checkpoint\n"
-    "quantize_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3], impl=sys.argv[4])"
+    "from minifloat import QuantizeOptions, quantize_checkpoint\n"
+    "quantize_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3], QuantizeOptions(impl=sys.argv[4]))"
 )
 
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from minifloat.evaluate.compare import CompareOptions, compare_models
 from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.numerics.scheme import weight_only as without_inputs
+from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.rounded import DataOptions
 from minifloat.quantize.rounding.methods import get_method
 from minifloat.quantize.rounding.options import RoundingOptions
 

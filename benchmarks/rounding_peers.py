@@ -25,8 +25,9 @@ from minifloat.calibration.session import load_texts
 from minifloat.checkpoint import Checkpoint
 from minifloat.evaluate.compare import CompareOptions, compare_models
 from minifloat.model.layouts.inspection import inspect_checkpoint
+from minifloat.quantize.data import DEFAULT_TEXT
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.rounded import DEFAULT_TEXT
+from minifloat.quantize.options import QuantizeOptions
 
 #: Our scheme -> llm-compressor's name of the same format of weights.
 THEIRS = {"mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"}
@@ -61,7 +62,7 @@ def theirs(python: str, model: Path, out: Path, *options: str) -> float:
 def ours(model: Path, out: Path, scheme: str, method: str, sources: list[str] | None) -> float:
     """Quantize with minifloat and return the seconds that it took."""
     started = time.perf_counter()
-    quantize_checkpoint(model, out, scheme, data=sources, method=method)
+    quantize_checkpoint(model, out, scheme, QuantizeOptions(method=method), data=sources)
     return time.perf_counter() - started
 
 

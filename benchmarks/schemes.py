@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from minifloat import SCHEMES, CompareOptions, MinifloatError, compare_models, quantize_checkpoint
+from minifloat import SCHEMES, CompareOptions, MinifloatError, QuantizeOptions, compare_models, quantize_checkpoint
 from minifloat.evaluate.compare import CandidateResult, Summary
 from minifloat.quantize.report import QuantizeReport
 
@@ -43,7 +43,9 @@ def main(
             grouped = SCHEMES[scheme].weight.granularity.rows == 1 and SCHEMES[scheme].weight.granularity.cols
             out = Path(folder) / f"{scheme}-{layout}"
             try:
-                report = quantize_checkpoint(model, out, scheme, layout=layout, overrides=overrides if grouped else ())
+                report = quantize_checkpoint(
+                    model, out, scheme, QuantizeOptions(layout=layout, overrides=overrides if grouped else ())
+                )
             except MinifloatError as error:
                 click.echo(f"{scheme} in layout {layout} is refused: {error}\n")
                 continue

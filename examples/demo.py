@@ -58,7 +58,7 @@ def quantize(out: Path, scheme: str) -> None:
     """Quantize the model into `out`, and print the sizes."""
     text = TextOptions(samples=SAMPLES, seq_len=256)
     data = minifloat.DataOptions(["self"], text) if scheme == "mxfp4" else None
-    report = minifloat.quantize_checkpoint(MODEL, out, scheme, data=data, overwrite=True)
+    report = minifloat.quantize_checkpoint(MODEL, out, scheme, minifloat.QuantizeOptions(overwrite=True), data=data)
     print(
         f"{scheme:<10} {size_text(report.source_bytes)} -> {size_text(report.output_bytes)} "
         f"({report.source_bytes / report.output_bytes:.2f}x smaller), SQNR {report.total.sqnr_db:.1f} dB, "

@@ -22,7 +22,7 @@ for target in ("minifloat:cpu-no-amx", "vllm:h100", "vllm:cpu-no-amx"):
     print(f"{target:22} {report.verdict.value}")
 
 # %% Quantize
-quantized = minifloat.quantize_checkpoint(MODEL, OUT, "fp8", overwrite=True)
+quantized = minifloat.quantize_checkpoint(MODEL, OUT, "fp8", minifloat.QuantizeOptions(overwrite=True))
 print(f"{quantized.source_bytes:,} -> {quantized.output_bytes:,} bytes, SQNR {quantized.total.sqnr_db:.1f} dB")
 
 # %% Is it still the same model?

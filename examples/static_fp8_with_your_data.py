@@ -23,7 +23,9 @@ calibration = minifloat.calibrate(MODEL, [TEXT], minifloat.CalibrateOptions(samp
 print(calibration)
 
 # %% Quantize with these scales, the KV cache too; refuse if more than one held-out input in a thousand would saturate
-report = minifloat.quantize_checkpoint(MODEL, OUT / "static", "fp8-static", calibration=calibration, kv_cache=True)
+report = minifloat.quantize_checkpoint(
+    MODEL, OUT / "static", "fp8-static", minifloat.QuantizeOptions(kv_cache=True), calibration=calibration
+)
 print(f"{report.source_bytes:,} -> {report.output_bytes:,} bytes")
 
 # %% The same without static scales, to see what they cost

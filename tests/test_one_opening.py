@@ -31,8 +31,8 @@ OPENINGS: dict[str, dict[str, int]] = {
     CALIBRATE: {"plain": 1},
     f"{CALIBRATE} --held-out 0": {"plain": 1},
     f"{CALIBRATE} --max-memory 140000B": {"plain": 1},
-    # Once more by the engine that writes the text.
-    CALIBRATE.replace("{text}", "self"): {"plain": 2},
+    # Once by the step that writes the text, once by its engine, and once to calibrate.
+    CALIBRATE.replace("{text}", "self"): {"plain": 3},
     "convert {quantized} {new} --dequantize": {"quantized": 1},
     COMPARE: {"plain": 1, "quantized": 1},
     f"{COMPARE} --variants --resume {{new}}": {"plain": 1, "quantized": 1},

@@ -69,7 +69,9 @@ def test_results_show_a_headline_in_one_line_and_as_a_table(tmp_path: Path) -> N
         minifloat.inspect_checkpoint(tmp_path / "out"),
         minifloat.check_checkpoint(tmp_path / "out", "vllm:h100"),
         minifloat.plan_model(base, "fp8", "h100"),
-        minifloat.convert_checkpoint(tmp_path / "out", tmp_path / "plain", dequantize=True),
+        minifloat.convert_checkpoint(
+            tmp_path / "out", tmp_path / "plain", options=minifloat.ConvertOptions(dequantize=True)
+        ),
         minifloat.push_checkpoint(
             tmp_path / "out", "org/name", minifloat.PushOptions(dry_run=True, license="mit", base_model="org/base")
         ),

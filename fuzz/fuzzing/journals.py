@@ -18,7 +18,7 @@ from small_llama import write_safetensors
 from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.target import Target
-from minifloat import quantize_checkpoint
+from minifloat import QuantizeOptions, quantize_checkpoint
 from minifloat.checkpoint.journal import sealed_line
 from minifloat.checkpoint.layout import JOURNAL_FILE
 
@@ -64,7 +64,7 @@ def _interrupted() -> Path:
             raise _Interrupted
 
     with contextlib.suppress(_Interrupted):
-        quantize_checkpoint(_source(), output, "fp8-dynamic", workers=1, progress=stop)
+        quantize_checkpoint(_source(), output, "fp8-dynamic", QuantizeOptions(workers=1), progress=stop)
     copy = small.scratch() / "interrupted"
     shutil.copytree(work, copy)
     shutil.rmtree(work)
@@ -87,7 +87,7 @@ def _run(data: bytes) -> None:
     lines = value.get("journal")
     (work / JOURNAL_FILE).write_bytes(b"".join(map(_journal_line, lines)) if isinstance(lines, list) else _line(lines))
     _flip(work / "output", value.get("flips"))
-    quantize_checkpoint(_source(), output, "fp8-dynamic", workers=1)
+    quantize_checkpoint(_source(), output, "fp8-dynamic", QuantizeOptions(workers=1))
     for name, content in expected.items():
         assert (output / name).read_bytes() == content, f"{name} differs from an undisturbed run"
     assert not work.exists(), "the work folder is left behind"

@@ -7,7 +7,7 @@ from typing import Any
 from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.target import Target
-from minifloat import Checkpoint, check_checkpoint, quantize_checkpoint
+from minifloat import Checkpoint, QuantizeOptions, check_checkpoint, quantize_checkpoint
 from minifloat.model.layouts import WRITERS, describe
 from minifloat.numerics.scheme import SCHEMES
 
@@ -29,10 +29,11 @@ def _run(data: bytes) -> None:
         options["workers"] = 1
     if str(value.get("device", "cpu")).startswith("cuda") or value.get("impl") not in (None, "auto", "cpu"):
         return  # torch's and Triton's own errors on a machine without a GPU
+    scheme = options.pop("scheme", None)
     output = small.fresh("recipe")
     if isinstance(target := value.get("judge"), str):
-        check_checkpoint(small.checkpoint(), target, scheme=options.get("scheme"), overrides=overrides)
-    quantize_checkpoint(small.checkpoint(), output, **options)
+        check_checkpoint(small.checkpoint(), target, scheme=scheme, overrides=overrides)
+    quantize_checkpoint(small.checkpoint(), output, scheme, QuantizeOptions(**options))
     with Checkpoint.open(output) as written:
         assert describe(written).layout is not None
         for name in written.tensors:

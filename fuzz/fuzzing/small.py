@@ -68,13 +68,13 @@ def checkpoint(form: str = "bf16") -> Path:
         write_safetensors(folder / "model.safetensors", weights(), "BF16")
         (folder / "config.json").write_bytes(encoded(LLAMA))
         return folder
-    from minifloat import convert_checkpoint, quantize_checkpoint
+    from minifloat import QuantizeOptions, convert_checkpoint, quantize_checkpoint
 
     scheme, _, layout = form.partition("/")
     if layout == "modelopt":
         convert_checkpoint(checkpoint(scheme), folder, layout)
     else:
-        quantize_checkpoint(checkpoint(), folder, scheme, layout=layout or None, allow_partial=True)
+        quantize_checkpoint(checkpoint(), folder, scheme, QuantizeOptions(layout=layout or None, allow_partial=True))
     return folder
 
 

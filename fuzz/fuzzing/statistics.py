@@ -25,7 +25,7 @@ from fuzzing.mutation import (
     words_of,
 )
 from fuzzing.target import Target
-from minifloat import Calibration, Checkpoint, quantize_checkpoint
+from minifloat import Calibration, Checkpoint, QuantizeOptions, quantize_checkpoint
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
@@ -61,7 +61,7 @@ def _run(data: bytes) -> None:
         output = small.fresh("static")
         _unless_refused(
             lambda output=output, scheme=scheme: quantize_checkpoint(
-                small.checkpoint(), output, scheme, calibration=calibration, kv_cache=True
+                small.checkpoint(), output, scheme, QuantizeOptions(kv_cache=True), calibration=calibration
             )
         )
         if output.is_dir():

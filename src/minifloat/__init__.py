@@ -53,11 +53,12 @@ if TYPE_CHECKING:
     from minifloat.model.runtime.load import load
     from minifloat.numerics.scheme import SCHEMES, Scheme
     from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
-    from minifloat.quantize.convert import ConvertReport, convert_checkpoint
+    from minifloat.quantize.convert import ConvertOptions, ConvertReport, convert_checkpoint
+    from minifloat.quantize.data import DataOptions
     from minifloat.quantize.job import quantize_checkpoint
+    from minifloat.quantize.options import QuantizeOptions
     from minifloat.quantize.preview import preview_quantization
     from minifloat.quantize.report import QuantizeReport
-    from minifloat.quantize.rounded import DataOptions
     from minifloat.quantize.rounding.budget.target import Budget
     from minifloat.quantize.rounding.methods import get_method
     from minifloat.quantize.rounding.options import RoundingOptions
@@ -77,8 +78,9 @@ _EXPORTS = {
     "Checkpoint": "minifloat.checkpoint",
     "CompareOptions": "minifloat.evaluate.compare",
     "Comparison": "minifloat.evaluate.compare",
+    "ConvertOptions": "minifloat.quantize.convert",
     "ConvertReport": "minifloat.quantize.convert",
-    "DataOptions": "minifloat.quantize.rounded",
+    "DataOptions": "minifloat.quantize.data",
     "Diagnosis": "minifloat.deploy.diagnosis",
     "Engine": "minifloat.engine",
     "EngineOptions": "minifloat.engine",
@@ -89,6 +91,7 @@ _EXPORTS = {
     "PlanOptions": "minifloat.deploy.estimate",
     "PushOptions": "minifloat.deploy.publish",
     "PushReport": "minifloat.deploy.publish",
+    "QuantizeOptions": "minifloat.quantize.options",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.numerics.tensor",
     "RoundingOptions": "minifloat.quantize.rounding.options",
@@ -134,6 +137,7 @@ __all__ = [
     "Checkpoint",
     "CompareOptions",
     "Comparison",
+    "ConvertOptions",
     "ConvertReport",
     "DataOptions",
     "Diagnosis",
@@ -146,6 +150,7 @@ __all__ = [
     "PlanOptions",
     "PushOptions",
     "PushReport",
+    "QuantizeOptions",
     "QuantizeReport",
     "QuantizedTensor",
     "RoundingOptions",

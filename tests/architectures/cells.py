@@ -23,7 +23,16 @@ from references import Reference, make_reference, slice_of
 from small_models import Case
 from torch import Tensor, nn
 
-from minifloat import Engine, EngineOptions, SamplingParams, check_checkpoint, convert_checkpoint, load, plan_model
+from minifloat import (
+    ConvertOptions,
+    Engine,
+    EngineOptions,
+    SamplingParams,
+    check_checkpoint,
+    convert_checkpoint,
+    load,
+    plan_model,
+)
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import CalibrateOptions
@@ -38,6 +47,7 @@ from minifloat.model.layouts import WRITERS
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 #: Largest relative error of logits, in float32, where the computation is the same.
 EXACT = 2e-5
@@ -113,10 +123,10 @@ def stored_source(case: Case, plain_source: Path, work: Path) -> Path:
     scheme, layout = case.stored
     stored = work / "stored"
     if layout in WRITERS:
-        quantize_checkpoint(plain_source, stored, scheme, layout=layout, workers=1)
+        quantize_checkpoint(plain_source, stored, scheme, QuantizeOptions(layout=layout, workers=1))
         return stored
-    quantize_checkpoint(plain_source, work / "to-convert", scheme, workers=1)
-    convert_checkpoint(work / "to-convert", stored, layout, allow_rounding=True, workers=1)
+    quantize_checkpoint(plain_source, work / "to-convert", scheme, QuantizeOptions(workers=1))
+    convert_checkpoint(work / "to-convert", stored, layout, ConvertOptions(allow_rounding=True, workers=1))
     return stored
 
 
@@ -124,7 +134,9 @@ def quantize(case: Case, source: Path, work: Path, scheme: str, **options: Any) 
     """Quantize, and compare every tensor of the output with the source."""
     folder = work / scheme
     try:
-        quantize_checkpoint(source, folder, scheme, workers=1, from_quantized=case.stored is not None, **options)
+        quantize_checkpoint(
+            source, folder, scheme, QuantizeOptions(workers=1, from_quantized=case.stored is not None, **options)
+        )
     except Exception as error:
         return Outcome.refused(error), None
     tensors = decoded_tensors(source)
@@ -159,7 +171,9 @@ def dequantize(case: Case, quantized: Quantized, work: Path) -> Outcome:
     """Write decoded weights, and load them with plain transformers."""
     folder = work / f"{quantized.scheme}-plain"
     try:
-        convert_checkpoint(quantized.folder, folder, dequantize=True, dtype="float32", workers=1)
+        convert_checkpoint(
+            quantized.folder, folder, options=ConvertOptions(dequantize=True, dtype="float32", workers=1)
+        )
     except Exception as error:
         return Outcome.refused(error)
     try:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from small_models import Case, make_model
 from torch import Tensor
 
-from minifloat import quantize_checkpoint
+from minifloat import QuantizeOptions, quantize_checkpoint
 
 _EXPERT = "model.layers.0.feed_forward.experts"
 
@@ -24,7 +24,7 @@ _EXPERT = "model.layers.0.feed_forward.experts"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("llama4")
     source = make_model(Case("llama4_text", "llama4_text"), root / "source")
-    quantize_checkpoint(source, root / "quantized", "fp8", workers=1)
+    quantize_checkpoint(source, root / "quantized", "fp8", QuantizeOptions(workers=1))
     return source, root / "quantized"
 
 
@@ -84,7 +84,7 @@ def test_a_changed_copy_and_a_lost_one_are_found(folders: tuple[Path, Path], tmp
 
 
 def test_packed_nvfp4_is_decoded_as_compressed_tensors_does(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    quantize_checkpoint(folders[0], tmp_path / "quantized", "nvfp4", workers=1)
+    quantize_checkpoint(folders[0], tmp_path / "quantized", "nvfp4", QuantizeOptions(workers=1))
     module = f"{_EXPERT}.2.down_proj"
     tensors = read_tensors(tmp_path / "quantized")
     stored = {name: tensors[f"{module}.{name}"] for name in ("weight_packed", "weight_scale", "weight_global_scale")}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minifloat import quantize_checkpoint
+from minifloat import QuantizeOptions, quantize_checkpoint
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import CalibrateOptions
@@ -55,7 +55,7 @@ def test_mtp_layers_that_are_quantized_on_request_need_no_static_scales(
     scheme: str, drafts: str, source: Path, stats: ActivationStats, tmp_path: Path
 ) -> None:
     calibration = Calibration(stats, parse_rule("max"))
-    report = quantize_checkpoint(source, tmp_path / "out", scheme, mtp=True, calibration=calibration)
+    report = quantize_checkpoint(source, tmp_path / "out", scheme, QuantizeOptions(mtp=True), calibration=calibration)
     formats = {tensor.name: tensor.detail for tensor in report.tensors if tensor.action == "quantized"}
     assert {detail for name, detail in formats.items() if name.startswith(_MTP)} == {drafts}
     assert {detail for name, detail in formats.items() if not name.startswith(_MTP)} == {scheme}
@@ -71,4 +71,6 @@ def test_an_override_to_static_scales_in_an_mtp_layer_is_refused(
     calibration, overrides = Calibration(stats, parse_rule("max")), [f"{_MTP}self_attn.o_proj=fp8-static"]
     message = rf"^{_MTP}self_attn\.o_proj: no text runs through layers of multi-token .* them with fp8-dynamic$"
     with pytest.raises(NotCalibratedError, match=message):
-        quantize_checkpoint(source, tmp_path / "out", "fp8-block", overrides=overrides, calibration=calibration)
+        quantize_checkpoint(
+            source, tmp_path / "out", "fp8-block", QuantizeOptions(overrides=overrides), calibration=calibration
+        )

@@ -25,7 +25,10 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, CheckpointError, DataError, StatsError, UnknownNameError, UsageError
 from minifloat.model.runtime.tokenizer import load_tokenizer
+from minifloat.quantize import own_text as own_text_first
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.planner import PlannedRun
+from minifloat.quantize.write import write_run
 
 BOS, EOS = 256, 257
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
@@ -261,14 +264,17 @@ def test_a_copy_writes_the_text_where_memory_is_short(
         write(llama_folder)
     copies: list[Path] = []
 
-    def write_copy(folder: Path) -> None:
+    def counted(run: PlannedRun, source: Path, folder: Path) -> object:
         copies.append(folder)
-        quantize_checkpoint(llama_folder, folder, "fp8")
+        return write_run(run, source, folder)
 
+    monkeypatch.setattr(own_text_first, "write_run", counted)
+    text = TextOptions(6, 24, held_out=0.0)
     file = tmp_path / "text.safetensors"
-    written = write(llama_folder, file=file, write_copy=write_copy)
-    assert written.record["sources"][0]["weights"]["scheme"] == "fp8"
-    assert write(llama_folder, file=file, write_copy=write_copy) == written
+    with Checkpoint.open(llama_folder) as checkpoint:
+        written = own_text_first.prepare_texts(checkpoint, ["self"], text, file)
+        assert written.record["sources"][0]["weights"]["scheme"] == "fp8"
+        assert own_text_first.prepare_texts(checkpoint, ["self"], text, file) == written
     assert len(copies) == 1
     assert list(tmp_path.iterdir()) == [file]
 

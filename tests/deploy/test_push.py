@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from minifloat.deploy.publish import PushOptions, push_checkpoint
 from minifloat.errors import MinifloatError, UnsafeFileError
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 #: Function that returns a copy of a quantized checkpoint, into which the test may write.
 Copy = Callable[[], Path]
@@ -31,7 +32,7 @@ OTHER_FILES = (
 @pytest.fixture(scope="module")
 def quantized(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("push") / "storybook-fp8"
-    quantize_checkpoint(sharded, folder, "fp8", base_model="org/storybook")
+    quantize_checkpoint(sharded, folder, "fp8", QuantizeOptions(base_model="org/storybook"))
     return folder
 
 

@@ -27,6 +27,7 @@ from minifloat.model.runtime.load import load
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 COUNT, LENGTH = 8, 75
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -264,7 +265,7 @@ def test_texts_beyond_the_context_of_training_have_long_factors(
 def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name: str, tmp_path: Path) -> None:
     folder = write(model_of(name, **quantizable_sizes(name)).bfloat16(), tmp_path / "m")
     if name == "gpt_oss":  # which has a layout of its own, for MXFP4 alone
-        quantize_checkpoint(folder, tmp_path / "q", "mxfp4", layout="gpt-oss")
+        quantize_checkpoint(folder, tmp_path / "q", "mxfp4", QuantizeOptions(layout="gpt-oss"))
     else:
         quantize_checkpoint(folder, tmp_path / "q", scheme)
     engine = Engine(tmp_path / "q", EngineOptions(dtype="float32", lm_head="bf16"))

@@ -21,7 +21,7 @@ from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.model.runtime.load import load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 pytestmark = pytest.mark.timeout(1800)
@@ -103,7 +103,9 @@ def test_llm_compressors_checkpoints_are_converted_code_for_code(
     scheme: str, exchange: Exchange, tmp_path: Path
 ) -> None:
     wanted = load_file(exchange.folder / f"{scheme}.weights")
-    convert_checkpoint(exchange.folder / scheme, tmp_path / "plain", dequantize=True, dtype="float32")
+    convert_checkpoint(
+        exchange.folder / scheme, tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32")
+    )
     with Checkpoint.open(tmp_path / "plain") as checkpoint:
         plain = load_file(checkpoint.path / "model.safetensors")
     assert all(torch.equal(plain[f"{module}.weight"], weight) for module, weight in wanted.items())

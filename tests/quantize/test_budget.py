@@ -16,9 +16,10 @@ from minifloat.calibration.options import TextOptions
 from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.layouts.inspection import inspect_checkpoint
+from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.report import QuantizeReport
-from minifloat.quantize.rounded import DataOptions
 from minifloat.quantize.rounding.budget.target import Budget
 from minifloat.quantize.rounding.methods import METHODS
 from minifloat.quantize.rounding.options import RoundingOptions
@@ -47,7 +48,7 @@ def data(text: Path) -> DataOptions:
 
 
 def within(model: Path, out: Path, text: Path, budget: Budget, **options: Any) -> QuantizeReport:
-    return quantize_checkpoint(model, out, data=data(text), budget=budget, **options)
+    return quantize_checkpoint(model, out, options=QuantizeOptions(budget=budget, **options), data=data(text))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -75,7 +76,9 @@ def test_the_recorded_overrides_give_the_same_bytes_without_a_budget(llama: Path
     words = shlex.split(report.provenance["command"])
     assert [words[i + 1] for i, word in enumerate(words) if word == "--override"] == recipe["overrides"]
     assert words[words.index("--calibration-samples") + 1] == "24"
-    quantize_checkpoint(llama, tmp_path / "again", recipe["scheme"], overrides=recipe["overrides"], data=data(text))
+    quantize_checkpoint(
+        llama, tmp_path / "again", recipe["scheme"], QuantizeOptions(overrides=recipe["overrides"]), data=data(text)
+    )
     assert digests(tmp_path / "again") == digests(tmp_path / "first")
 
 
@@ -130,7 +133,7 @@ def test_a_budget_that_cannot_be_met_names_the_nearest(
 
 def test_a_budget_needs_data_and_formats_of_weights_alone(llama: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give --data"):
-        quantize_checkpoint(llama, tmp_path / "out", budget=Budget(bits=5.0))
+        quantize_checkpoint(llama, tmp_path / "out", options=QuantizeOptions(budget=Budget(bits=5.0)))
     with pytest.raises(UsageError, match="fp8-block quantizes inputs too"):
         within(llama, tmp_path / "out", text, Budget(bits=9.0), scheme="fp8-block")
 
@@ -166,7 +169,7 @@ def test_experts_get_formats_that_engines_load(family: str, make_model: MakeMode
 def test_a_method_that_trains_does_so_in_the_mixture(llama: Path, text: Path, tmp_path: Path, budget: Budget) -> None:
     rounding = RoundingOptions(method=METHODS["tune"], tuning=TuneOptions(steps=2))
     options = DataOptions([text], TEXT, rounding)
-    report = quantize_checkpoint(llama, tmp_path / "out", data=options, budget=budget)
+    report = quantize_checkpoint(llama, tmp_path / "out", options=QuantizeOptions(budget=budget), data=options)
     assert report.rounding is not None
     assert report.rounding["tuned"]
     assert len(report.rounding["budget"]["measured"]) == 2

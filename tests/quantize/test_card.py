@@ -12,6 +12,7 @@ from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, LoadVerdict, check_
 from minifloat.errors import UsageError
 from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -28,7 +29,9 @@ def source(folder: Path, head: str) -> Path:
 def test_the_metadata_of_the_card_is_accepted_by_the_hub(tmp_path: Path) -> None:
     old = "license: other\nlicense_name: x\nlanguage:\n- en\n- 'no'\nbase_model: a/grandparent\ntags: [a]"
     head = f"---\n{old}\n---\n# old\n"
-    quantize_checkpoint(source(tmp_path / "in", head), tmp_path / "out", "fp8-dynamic", base_model="org/storybook")
+    quantize_checkpoint(
+        source(tmp_path / "in", head), tmp_path / "out", "fp8-dynamic", QuantizeOptions(base_model="org/storybook")
+    )
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.to_dict() == {
         "license": "other",
@@ -61,7 +64,7 @@ def test_a_snapshot_in_the_hub_cache_is_its_own_base_model(tmp_path: Path) -> No
 
 def test_a_base_model_that_is_no_id_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="base_model"):
-        quantize_checkpoint(STORYBOOK, tmp_path / "out", base_model="../storybook")
+        quantize_checkpoint(STORYBOOK, tmp_path / "out", options=QuantizeOptions(base_model="../storybook"))
     assert not (tmp_path / "out").exists()
 
 
@@ -78,7 +81,7 @@ def test_a_base_model_that_is_no_id_is_refused(tmp_path: Path) -> None:
 def test_the_card_has_commands_for_exactly_the_engines_that_load_the_checkpoint(
     tmp_path: Path, scheme: str, overrides: list[str]
 ) -> None:
-    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, overrides=overrides)
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, QuantizeOptions(overrides=overrides))
     text = (tmp_path / "out" / "README.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     table = {row[0]: dict(zip(ENGINE_HARDWARE, row[1:], strict=True)) for row in rows if row[0] in ENGINES.values()}

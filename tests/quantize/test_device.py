@@ -16,6 +16,7 @@ from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.numerics.granularity import block_granularity
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 CASES = Path(__file__).with_name("triton_cases_model.py")
@@ -35,12 +36,12 @@ def test_the_device_path_writes_the_files_of_the_cpu_on_the_gpu() -> None:
 @pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:", "cuda:x", "mps"])
 def test_an_invalid_device_is_refused(make_checkpoint: Make, tmp_path: Path, device: str) -> None:
     with pytest.raises(UsageError, match="cpu, cuda or cuda:N"):
-        quantize_checkpoint(make_checkpoint(), tmp_path / "out", device=device)
+        quantize_checkpoint(make_checkpoint(), tmp_path / "out", options=QuantizeOptions(device=device))
 
 
 def test_an_implementation_of_the_cpu_does_not_run_on_a_gpu(make_checkpoint: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'cpu' casts on the CPU, not on cuda"):
-        quantize_checkpoint(make_checkpoint(), tmp_path / "out", device="cuda", impl="cpu")
+        quantize_checkpoint(make_checkpoint(), tmp_path / "out", options=QuantizeOptions(device="cuda", impl="cpu"))
 
 
 def test_without_a_gpu_the_command_says_so_in_one_line_and_writes_nothing(
@@ -65,5 +66,5 @@ def test_a_scheme_that_the_gpu_does_not_cover_is_refused_before_anything_is_writ
     odd = replace(SCHEMES["fp8-block"], name="odd", weight=weight, activation=None)
     source = make_checkpoint()
     with pytest.raises(KernelUnavailable, match="odd cannot be cast on cpu: blocks must be a power of two wide"):
-        quantize_checkpoint(source, tmp_path / "out", odd, impl="triton")
+        quantize_checkpoint(source, tmp_path / "out", odd, QuantizeOptions(impl="triton"))
     assert [path.name for path in tmp_path.iterdir()] == [source.name]

@@ -13,6 +13,7 @@ from minifloat.commands.main import main
 from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, check_checkpoint
 from minifloat.errors import UsageError
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
 
@@ -57,14 +58,14 @@ def test_nothing_is_announced_where_the_default_loads(tmp_path: Path) -> None:
 
 
 def test_a_target_says_what_it_decided(ragged: Path, tmp_path: Path) -> None:
-    changed = quantize_checkpoint(ragged, tmp_path / "a", target="vllm:h100")
+    changed = quantize_checkpoint(ragged, tmp_path / "a", options=QuantizeOptions(target="vllm:h100"))
     assert changed.recipe["scheme"] == "fp8-dynamic"
     assert "the default fp8-block loads not on vllm:h100" in changed.notes[0]
-    kept = quantize_checkpoint(STORYBOOK, tmp_path / "b", target="vllm:h100")
+    kept = quantize_checkpoint(STORYBOOK, tmp_path / "b", options=QuantizeOptions(target="vllm:h100"))
     assert kept.recipe["scheme"] == "fp8-block"
     assert kept.notes[0].startswith("vllm:h100: loads as fp8-block (FP8 in 128x128 blocks with ")
     with pytest.raises(UsageError, match=r"will not load: .*; --scheme fp8-dynamic loads on vllm:h100"):
-        quantize_checkpoint(ragged, tmp_path / "c", "fp8-block", target="vllm:h100")
+        quantize_checkpoint(ragged, tmp_path / "c", "fp8-block", QuantizeOptions(target="vllm:h100"))
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "fp8", "mxfp4"])

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 ATTENTION, EXPERTS, TABLE = "layers.0.attn.wq_b", "layers.0.ffn.experts", "layers.0.engram.table"
 CONFIG = {
@@ -65,7 +66,7 @@ def write_model(folder: Path) -> dict[str, np.ndarray]:
 
 def test_every_weight_is_dequantized_as_ml_dtypes_decodes_it(tmp_path: Path) -> None:
     values = write_model(tmp_path / "model")
-    convert_checkpoint(tmp_path / "model", tmp_path / "plain", dequantize=True, dtype="float32")
+    convert_checkpoint(tmp_path / "model", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert written.keys() == {"layers.0.attn_norm.weight", *(f"{name}.weight" for name in values)}
     for name, value in values.items():
@@ -78,7 +79,7 @@ def test_experts_keep_their_codes_as_mxfp4_and_the_attention_as_blocks(tmp_path:
     write_model(tmp_path / "model")
     overrides = ["experts=mxfp4"]
     report = quantize_checkpoint(
-        tmp_path / "model", tmp_path / "out", "fp8-block", overrides=overrides, from_quantized=True
+        tmp_path / "model", tmp_path / "out", "fp8-block", QuantizeOptions(overrides=overrides, from_quantized=True)
     )
     before, after = stored(tmp_path / "model"), stored(tmp_path / "out")
     for expert in range(2):
@@ -99,7 +100,9 @@ def test_the_config_states_the_format_of_the_experts_where_vllm_reads_it(
     layout: str, dtype: str | None, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "model")
-    quantize_checkpoint(tmp_path / "model", tmp_path / "out", "fp8-block", layout=layout, from_quantized=True)
+    quantize_checkpoint(
+        tmp_path / "model", tmp_path / "out", "fp8-block", QuantizeOptions(layout=layout, from_quantized=True)
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text()).get("expert_dtype") == dtype
     rules = {finding.rule for finding in check_checkpoint(tmp_path / "out", "vllm:h100").findings}
     assert "vllm-expert-dtype" not in rules
@@ -117,7 +120,7 @@ def test_an_expert_without_its_scale_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedTensorError, match=r"experts\.1\.w2\.weight: I8 codes without a scale .* download it"
     ):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "out", "mxfp4", from_quantized=True)
+        quantize_checkpoint(tmp_path / "model", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
 
 
 @pytest.mark.parametrize(
@@ -133,4 +136,4 @@ def test_scales_of_another_shape_are_refused_by_name(
     write_model(tmp_path / "model")
     rewrite(tmp_path / "model", f"{module}.scale", torch.ones(shape, dtype=torch.uint8).view(torch.float8_e8m0fnu))
     with pytest.raises(ShapeError, match=message):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "out", "mxfp4", from_quantized=True)
+        quantize_checkpoint(tmp_path / "model", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))

@@ -18,8 +18,9 @@ from minifloat.calibration.session import calibrate
 from minifloat.calibration.stats_file import read_stats
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, StatsError
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 SIZE = ("--calibration-samples", "60", "--calibration-seq-len", "32")
 
@@ -31,7 +32,9 @@ def models(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     llama = make_llama(folder / "llama")
     scale_channels(llama, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)])
     quantize_checkpoint(llama, folder / "quantized", "mxfp8")
-    convert_checkpoint(folder / "quantized", folder / "plain", dequantize=True, dtype="bfloat16")
+    convert_checkpoint(
+        folder / "quantized", folder / "plain", options=ConvertOptions(dequantize=True, dtype="bfloat16")
+    )
     return folder / "quantized", folder / "plain"
 
 
@@ -96,8 +99,8 @@ def test_calibrate_runs_the_dequantized_model_if_asked_for(
             models[0],
             tmp_path / "other",
             "fp8-static",
+            QuantizeOptions(from_quantized=True),
             calibration=Calibration(read_stats(stats[1]), parse_rule("max")),
-            from_quantized=True,
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minifloat import quantize_checkpoint
+from minifloat import QuantizeOptions, quantize_checkpoint
 from minifloat.checkpoint import Checkpoint
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
@@ -41,5 +41,5 @@ def digest(folder: Path) -> str:
 
 @pytest.mark.parametrize(("scheme", "layout"), DIGESTS)
 def test_the_example_model_is_quantized_to_the_same_bytes(scheme: str, layout: str, tmp_path: Path) -> None:
-    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, layout=layout)
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, QuantizeOptions(layout=layout))
     assert digest(tmp_path / "out") == DIGESTS[scheme, layout]

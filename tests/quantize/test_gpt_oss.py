@@ -18,8 +18,9 @@ from minifloat.deploy.check import LoadVerdict, check_checkpoint
 from minifloat.errors import UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 BASE = INTEROP / "base-gpt-oss"
 OFFICIAL = {
@@ -68,7 +69,7 @@ def test_every_expert_has_the_codes_of_the_reference_and_all_else_is_copied(quan
 
 
 def test_transformers_and_load_compute_the_logits_of_the_dequantized_weights(quantized: Path, tmp_path: Path) -> None:
-    convert_checkpoint(quantized, tmp_path / "plain", dequantize=True, dtype="float32")
+    convert_checkpoint(quantized, tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     ids = load_file(INTEROP / "gpt-oss-mxfp4" / "expected.safetensors")["input_ids"]
     plain = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options), ids)
@@ -81,7 +82,7 @@ def test_transformers_and_load_compute_the_logits_of_the_dequantized_weights(qua
 
 def test_a_quantized_gpt_oss_is_copied_code_for_code(tmp_path: Path) -> None:
     source = INTEROP / "gpt-oss-mxfp4"
-    report = quantize_checkpoint(source, tmp_path / "out", "mxfp4", from_quantized=True)
+    report = quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
     assert stored(tmp_path / "out") == stored(source)
     assert report.quantized_source is not None
     assert report.quantized_source["copied_codes"] == len([name for name in stored(source) if name.endswith("_blocks")])
@@ -91,9 +92,12 @@ def test_experts_that_stay_in_16_bits_are_dequantized_as_transformers_stores_the
     source = INTEROP / "gpt-oss-mxfp4"
     overrides = ["experts=bf16"]
     quantize_checkpoint(
-        source, tmp_path / "out", "fp8-dynamic", overrides=overrides, from_quantized=True, allow_partial=True
+        source,
+        tmp_path / "out",
+        "fp8-dynamic",
+        QuantizeOptions(overrides=overrides, from_quantized=True, allow_partial=True),
     )
-    convert_checkpoint(source, tmp_path / "plain", dequantize=True)
+    convert_checkpoint(source, tmp_path / "plain", options=ConvertOptions(dequantize=True))
     plain, written = load_file(tmp_path / "plain" / "model.safetensors"), stored(tmp_path / "out")
     for name in [name for name in plain if "experts." in name]:
         assert written[name][2] == plain[name].view(torch.uint8).numpy().tobytes(), name
@@ -110,13 +114,13 @@ def test_experts_in_a_format_that_no_engine_loads_are_refused_with_what_to_do(sc
 
 def test_the_layout_refuses_what_its_readers_would_run_unquantized(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"servers would run llama in it unquantized: use --layout compressed-tensors"):
-        quantize_checkpoint(INTEROP / "base-llama", tmp_path / "out", "mxfp4", layout="gpt-oss")
+        quantize_checkpoint(INTEROP / "base-llama", tmp_path / "out", "mxfp4", QuantizeOptions(layout="gpt-oss"))
     with pytest.raises(UsageError, match=r"layout 'gpt-oss' holds mxfp4 only, not 'fp8'"):
-        quantize_checkpoint(BASE, tmp_path / "out", "fp8", layout="gpt-oss")
+        quantize_checkpoint(BASE, tmp_path / "out", "fp8", QuantizeOptions(layout="gpt-oss"))
     with pytest.raises(UsageError, match=r"q_proj: layout 'gpt-oss' holds fused experts only; leave it in 16 bits"):
-        quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", overrides=["q_proj=mxfp4"])
+        quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", QuantizeOptions(overrides=["q_proj=mxfp4"]))
     with pytest.raises(UnknownNameError, match="valid: compressed-tensors, fp8, gpt-oss"):
-        quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", layout="gptoss")
+        quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", QuantizeOptions(layout="gptoss"))
 
 
 def test_all_layers_or_none_are_quantized(make_gpt_oss: Callable[..., Path], tmp_path: Path) -> None:
@@ -125,7 +129,7 @@ def test_all_layers_or_none_are_quantized(make_gpt_oss: Callable[..., Path], tmp
     with pytest.raises(
         UsageError, match=r"layers\.0\S+ would stay in 16 bits: layout 'gpt-oss' holds the experts of every"
     ):
-        quantize_checkpoint(source, tmp_path / "out", "mxfp4", overrides=overrides, allow_partial=True)
+        quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(overrides=overrides, allow_partial=True))
 
 
 def test_check_judges_the_plan_as_it_judges_the_written_checkpoint(quantized: Path) -> None:
@@ -144,13 +148,13 @@ def test_blocks_without_scales_are_refused_by_name(quantized: Path, tmp_path: Pa
         quantized, tmp_path / "damaged", tensors=lambda all: {k: v for k, v in all.items() if k != f"{name}_scales"}
     )
     with pytest.raises(minifloat.MinifloatError, match=f"{name}_blocks has no {name}_scales beside it"):
-        quantize_checkpoint(damaged, tmp_path / "out", "mxfp4", from_quantized=True)
+        quantize_checkpoint(damaged, tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
 
 
 def test_experts_that_are_kept_are_listed_by_the_names_that_servers_ask_for(tmp_path: Path) -> None:
     """vLLM builds the experts of a layer quantized unless the config lists its single experts."""
     keep = ["experts=bf16", "lm_head=bf16"]
-    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=keep, allow_partial=True)
+    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", QuantizeOptions(overrides=keep, allow_partial=True))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     expected = {
         f"model.layers.{layer}.mlp.experts.{expert}.{linear}"

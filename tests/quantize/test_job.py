@@ -26,6 +26,7 @@ from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 IMPLS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.load() is None, reason="no native library"))]
@@ -64,7 +65,7 @@ def test_the_written_weights_are_those_of_the_oracle(
     make_checkpoint: Make, tmp_path: Path, scheme: str, impl: str
 ) -> None:
     source = make_checkpoint()
-    quantize_checkpoint(source, tmp_path / "out", scheme, impl=impl)
+    quantize_checkpoint(source, tmp_path / "out", scheme, QuantizeOptions(impl=impl))
     tensors = load_source(source)
     written = read_all(tmp_path / "out")
     assert len(written) == 14
@@ -99,9 +100,9 @@ def test_tensors_that_are_kept_are_copied_bit_for_bit(make_checkpoint: Make, tmp
 def test_sharding_threads_and_slabs_do_not_change_a_bit(
     make_checkpoint: Make, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantize_checkpoint(make_checkpoint("one"), tmp_path / "a", scheme, workers=1)
+    quantize_checkpoint(make_checkpoint("one"), tmp_path / "a", scheme, QuantizeOptions(workers=1))
     monkeypatch.setattr(stream, "SLAB_BYTES", 1000)
-    quantize_checkpoint(make_checkpoint("many", shards=4), tmp_path / "b", scheme, workers=3)
+    quantize_checkpoint(make_checkpoint("many", shards=4), tmp_path / "b", scheme, QuantizeOptions(workers=3))
     one, many = load_source(tmp_path / "a"), load_source(tmp_path / "b")
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name].view(torch.uint8), many[name].view(torch.uint8)) for name in one)
@@ -174,7 +175,7 @@ def test_config_sidecars_card_and_provenance_are_written(make_checkpoint: Make, 
     source = make_checkpoint(shards=2)
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "README.md").write_text("---\nlicense: mit\nlicense_link: x\ntags: [a]\n---\n# old\n")
-    quantize_checkpoint(source, tmp_path / "out", "mxfp4", overrides=["down_proj=fp8"])
+    quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(overrides=["down_proj=fp8"]))
     out = tmp_path / "out"
     config = json.loads((out / "config.json").read_text())
     assert config["hidden_size"] == 64
@@ -237,7 +238,7 @@ def test_bad_requests_are_refused_before_anything_is_written(make_checkpoint: Ma
     with pytest.raises(UnknownNameError, match="valid: fp8-block"):
         quantize_checkpoint(source, tmp_path / "out", "fp7")
     with pytest.raises(UnknownNameError, match="compressed-tensors, fp8"):
-        quantize_checkpoint(source, tmp_path / "out", layout="gguf")
+        quantize_checkpoint(source, tmp_path / "out", options=QuantizeOptions(layout="gguf"))
     with pytest.raises(NotACheckpointError):
         quantize_checkpoint(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(DestinationError, match="exist"):
@@ -245,7 +246,7 @@ def test_bad_requests_are_refused_before_anything_is_written(make_checkpoint: Ma
     with pytest.raises(UsageError, match="inside"):
         quantize_checkpoint(source, source / "out")
     with pytest.raises(UsageError, match="at least 1"):
-        quantize_checkpoint(source, tmp_path / "out", workers=0)
+        quantize_checkpoint(source, tmp_path / "out", options=QuantizeOptions(workers=0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -254,7 +255,7 @@ def test_an_existing_destination_is_replaced_only_with_overwrite(make_checkpoint
     quantize_checkpoint(source, tmp_path / "out", "fp8")
     with pytest.raises(DestinationError, match="--overwrite"):
         quantize_checkpoint(source, tmp_path / "out", "mxfp4")
-    quantize_checkpoint(source, tmp_path / "out", "mxfp4", overwrite=True)
+    quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(overwrite=True))
     assert json.loads((tmp_path / "out" / "minifloat.json").read_text())["recipe"]["scheme"] == "mxfp4"
 
 

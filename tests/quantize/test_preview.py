@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat import preview_quantization, quantize_checkpoint
+from minifloat import QuantizeOptions, preview_quantization, quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import DestinationError, UsageError
 
@@ -32,9 +32,9 @@ def run(*arguments: str | Path) -> Result:
     ids=str,
 )
 def test_the_preview_is_what_quantize_writes(tmp_path: Path, scheme: str | None, options: dict[str, Any]) -> None:
-    preview = preview_quantization(BASE, tmp_path / "out", scheme, **options)
+    preview = preview_quantization(BASE, tmp_path / "out", scheme, QuantizeOptions(**options))
     assert list(tmp_path.iterdir()) == []
-    report = quantize_checkpoint(BASE, tmp_path / "out", scheme, **options)
+    report = quantize_checkpoint(BASE, tmp_path / "out", scheme, QuantizeOptions(**options))
     assert (preview.source_bytes, preview.output_bytes) == (report.source_bytes, report.output_bytes)
     assert preview.engines == report.engines
     assert preview.scheme == report.recipe["scheme"]
@@ -67,9 +67,9 @@ def test_a_disk_that_is_too_small_is_said_after_the_table(tmp_path: Path, monkey
 
 def test_a_preview_finds_the_mistakes_that_quantize_finds_before_it_reads_weights(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="matches no weight"):
-        preview_quantization(BASE, tmp_path / "out", overrides=["nothing=fp8"])
+        preview_quantization(BASE, tmp_path / "out", options=QuantizeOptions(overrides=["nothing=fp8"]))
     with pytest.raises(UsageError, match="needs calibrated scales"):
-        preview_quantization(BASE, tmp_path / "out", kv_cache=True)
+        preview_quantization(BASE, tmp_path / "out", options=QuantizeOptions(kv_cache=True))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(DestinationError, match="exists already"):

@@ -21,6 +21,7 @@ from minifloat.checkpoint import Checkpoint, rewrite
 from minifloat.errors import CheckpointError
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 
@@ -30,6 +31,7 @@ SERVER = """
 import os, sys
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 source, scheme = sys.argv[1:]
 def reporting(function):
     def call(*args, **kwargs):
@@ -42,7 +44,7 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         os.write(1, f"{os.getpid()}\\n".encode())
-        quantize_checkpoint(source, line.strip(), scheme, workers=2)
+        quantize_checkpoint(source, line.strip(), scheme, QuantizeOptions(workers=2))
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.write(1, f"\\n{status}\\n".encode())
@@ -277,7 +279,7 @@ def test_ctrl_c_keeps_the_finished_work(make_checkpoint: Make, tmp_path: Path, m
     with monkeypatch.context() as patched:
         patched.setattr(stream, "quantize_rows", interrupt_late)
         with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(source, tmp_path / "out", "fp8", workers=1)
+            quantize_checkpoint(source, tmp_path / "out", "fp8", QuantizeOptions(workers=1))
     assert quantize_checkpoint(source, tmp_path / "out", "fp8").resumed_shards >= 1
 
 

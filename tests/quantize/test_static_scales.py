@@ -23,6 +23,7 @@ from minifloat.numerics.histogram import count_magnitudes
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -135,7 +136,9 @@ def test_the_config_declares_static_activations(make_checkpoint: Make, tmp_path:
 def test_kv_scales_are_written_for_any_scheme(make_checkpoint: Make, tmp_path: Path, scheme: str) -> None:
     source = make_checkpoint(shards=2)
     stats = stats_of(source)
-    quantize_checkpoint(source, tmp_path / "out", scheme, calibration=calibration(stats), kv_cache=True)
+    quantize_checkpoint(
+        source, tmp_path / "out", scheme, QuantizeOptions(kv_cache=True), calibration=calibration(stats)
+    )
     tensors: dict[str, np.ndarray] = {}
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         description = describe(checkpoint)
@@ -155,7 +158,11 @@ def test_kv_scales_use_the_rule_max_if_the_rule_needs_histograms_with_a_note(
     source = make_checkpoint()
     stats = stats_of(source)
     report = quantize_checkpoint(
-        source, tmp_path / "out", "fp8-static", calibration=calibration(stats, "percentile"), kv_cache=True
+        source,
+        tmp_path / "out",
+        "fp8-static",
+        QuantizeOptions(kv_cache=True),
+        calibration=calibration(stats, "percentile"),
     )
     assert "rule max" in report.notes[0]
     scales = {activation.module: activation.scale for activation in report.activations}
@@ -169,9 +176,8 @@ def test_kv_scales_of_a_layer_that_is_kept_are_written_with_it(make_checkpoint: 
         source,
         tmp_path / "out",
         "fp8",
-        overrides=[r"layers\.0\.self_attn=bf16"],
+        QuantizeOptions(overrides=[r"layers\.0\.self_attn=bf16"], kv_cache=True),
         calibration=calibration(stats_of(source)),
-        kv_cache=True,
     )
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         assert "model.layers.0.self_attn.k_scale" in checkpoint.tensors
@@ -180,7 +186,11 @@ def test_kv_scales_of_a_layer_that_is_kept_are_written_with_it(make_checkpoint: 
 def test_the_report_counts_the_scales(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     report = quantize_checkpoint(
-        source, tmp_path / "out", "fp8-static", calibration=calibration(stats_of(source)), kv_cache=True
+        source,
+        tmp_path / "out",
+        "fp8-static",
+        QuantizeOptions(kv_cache=True),
+        calibration=calibration(stats_of(source)),
     )
     with Checkpoint.open(tmp_path / "out") as after:
         assert report.output_bytes == sum(info.nbytes for info in after.tensors.values())
@@ -193,11 +203,13 @@ def test_the_report_counts_the_scales(make_checkpoint: Make, tmp_path: Path) -> 
 
 def test_an_fp8_kv_cache_without_calibration_is_refused(make_checkpoint: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--calibration DATA or --stats FILE"):
-        quantize_checkpoint(make_checkpoint(), tmp_path / "out", "fp8", kv_cache=True)
+        quantize_checkpoint(make_checkpoint(), tmp_path / "out", "fp8", QuantizeOptions(kv_cache=True))
 
 
 def test_a_static_override_without_calibration_is_written_weight_only(make_checkpoint: Make, tmp_path: Path) -> None:
-    report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", "fp8", overrides=["down_proj=fp8-static"])
+    report = quantize_checkpoint(
+        make_checkpoint(), tmp_path / "out", "fp8", QuantizeOptions(overrides=["down_proj=fp8-static"])
+    )
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert all(group["input_activations"] is None for group in groups.values())
     assert "2 weights" in report.notes[0]
@@ -267,7 +279,11 @@ def test_the_fp8_layout_has_no_static_scales(make_checkpoint: Make, tmp_path: Pa
         stats = ActivationStats(ModelIdentity.of(checkpoint), 1, 4, {}, {}, kv)
     with pytest.raises(UsageError, match="cannot announce KV scales"):
         quantize_checkpoint(
-            source, tmp_path / "out", "fp8-block", layout="fp8", calibration=calibration(stats), kv_cache=True
+            source,
+            tmp_path / "out",
+            "fp8-block",
+            QuantizeOptions(layout="fp8", kv_cache=True),
+            calibration=calibration(stats),
         )
 
 
@@ -275,7 +291,11 @@ def test_equal_calls_write_equal_files(make_checkpoint: Make, tmp_path: Path) ->
     source = make_checkpoint()
     for name in ("a", "b"):
         quantize_checkpoint(
-            source, tmp_path / name, "fp8-static", calibration=calibration(stats_of(source)), kv_cache=True
+            source,
+            tmp_path / name,
+            "fp8-static",
+            QuantizeOptions(kv_cache=True),
+            calibration=calibration(stats_of(source)),
         )
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b"))
     assert one == two

@@ -14,6 +14,7 @@ from triton_cases import device
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 DEVICE = device()
@@ -34,8 +35,10 @@ def test_the_files_are_those_of_the_cpu(
     source = make_checkpoint(shards=2)
     for run in "ab":
         (tmp_path / run).mkdir()
-    expected = quantize_checkpoint(source, tmp_path / "a" / "model", scheme, impl="reference")
-    actual = quantize_checkpoint(source, tmp_path / "b" / "model", scheme, device=DEVICE, impl="triton")
+    expected = quantize_checkpoint(source, tmp_path / "a" / "model", scheme, QuantizeOptions(impl="reference"))
+    actual = quantize_checkpoint(
+        source, tmp_path / "b" / "model", scheme, QuantizeOptions(device=DEVICE, impl="triton")
+    )
     files = sorted(path.name for path in (tmp_path / "a" / "model").iterdir())
     assert sorted(path.name for path in (tmp_path / "b" / "model").iterdir()) == files
     for name in files:

@@ -16,6 +16,7 @@ from tools import ROOT
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 STORYBOOK = ROOT / "examples" / "storybook-4m"
 STORIES = ROOT / "examples" / "texts" / "stories_calibration.txt"
@@ -68,7 +69,9 @@ def quantized(
 
     def make(folder: Path, make_model: MakeModel) -> object:
         source = STORYBOOK if model_type is None else random_model(folder, make_model, model_type, **sizes)
-        return quantize_checkpoint(source, folder, scheme, layout=layout, overrides=overrides, allow_partial=True)
+        return quantize_checkpoint(
+            source, folder, scheme, QuantizeOptions(layout=layout, overrides=overrides, allow_partial=True)
+        )
 
     return make
 

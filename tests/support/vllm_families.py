@@ -9,6 +9,7 @@ from typing import Any
 import small_models
 
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 #: The only format of linears that such a vLLM computes; it has none for experts.
 SCHEME = "fp8-dynamic"
@@ -36,7 +37,9 @@ class Family:
     def make(self, source: Path, folder: Path) -> None:
         """Write the BF16 model into `source`, and the quantized one into `folder`."""
         small_models.make_model(small_models.Case(self.model_type, self.model_type, self.config), source)
-        quantize_checkpoint(source, folder, SCHEME, overrides=self.overrides, allow_partial=bool(self.overrides))
+        quantize_checkpoint(
+            source, folder, SCHEME, QuantizeOptions(overrides=self.overrides, allow_partial=bool(self.overrides))
+        )
 
 
 #: Sizes of heads that vLLM's linear attention computes on a CPU; those of the released models.

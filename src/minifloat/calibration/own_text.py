@@ -19,18 +19,16 @@ Source: M. Williams and N. Aletras, "Self-calibration for Language Model Quantiz
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import json
 import logging
 import random
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +51,6 @@ from minifloat.model.runtime.templates import apply_chat_template
 
 _LOG = logging.getLogger(__name__)
 
-#: Writes a quantized copy of the model to the folder it is called with, which does not exist yet.
-WriteCopy: TypeAlias = Callable[[Path], object]
-
 #: Sequences that the engine decodes together.
 _TOGETHER = 64
 #: Share of the available memory that the weights may take; the rest is for the KV cache and the steps.
@@ -68,6 +63,10 @@ _COMPANION = "companion"
 _CONTENT = "OWNTEXTCONTENT"
 
 
+class ShortMemoryError(UsageError):
+    """The weights do not fit in memory; those of a quantized copy may."""
+
+
 def write_own_text(
     checkpoint: Checkpoint,
     tokenizer: PreTrainedTokenizerBase,
@@ -76,12 +75,12 @@ def write_own_text(
     seq_len: int,
     seed: int = 0,
     file: Path | None = None,
-    write_copy: WriteCopy | None = None,
+    weights: Path | None = None,
     device: str | torch.device = "cpu",
     max_num_seqs: int = _TOGETHER,
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Return text that the model writes."""
+    """Return text that the model writes, or a quantized copy of it in the folder `weights`."""
     prefix = sequence_prefix(tokenizer)
     _check(checkpoint, samples, seq_len, prefix)
     identity = ModelIdentity.of(checkpoint)
@@ -90,17 +89,14 @@ def write_own_text(
     settings = TextSettings(identity, seed, seq_len, fingerprint(tokenizer), digest)
     text = None if file is None else _kept(file, settings)
     if text is None or len(text.tokens) < samples:
-        with _weights(checkpoint, write_copy, file, device) as folder:
-            engine = Engine(
-                folder,
-                EngineOptions(
-                    device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False
-                ),
-                tokenizer=tokenizer,
-            )
-            prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)
-            text = _Writer(engine, prompts, settings, file, progress).write(samples, text)
-            del engine
+        engine = Engine(
+            weights or _own_weights(checkpoint, device),
+            EngineOptions(device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False),
+            tokenizer=tokenizer,
+        )
+        prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)
+        text = _Writer(engine, prompts, settings, file, progress).write(samples, text)
+        del engine
         gc.collect()  # the weights of the engine, before the caller loads the model
     return _calibration_set(text, samples)
 
@@ -132,25 +128,15 @@ def _kept(file: Path, settings: TextSettings) -> WrittenText | None:
     return text
 
 
-@contextlib.contextmanager
-def _weights(
-    checkpoint: Checkpoint, write_copy: WriteCopy | None, file: Path | None, device: str | torch.device
-) -> Iterator[Path]:
-    """Yield the folder of the weights that write the text: the model's, or those of a copy if memory is short."""
+def _own_weights(checkpoint: Checkpoint, device: str | torch.device) -> Path:
+    """Return the folder of the model, if its weights fit in memory."""
     nbytes, available = sum(info.nbytes for info in checkpoint.tensors.values()), available_memory(device)
-    if nbytes <= available * _WEIGHTS_SHARE:
-        yield checkpoint.path
-        return
-    if write_copy is None:
-        raise UsageError(
+    if nbytes > available * _WEIGHTS_SHARE:
+        raise ShortMemoryError(
             f"own text: the weights take {nbytes:,} bytes and {available:,} bytes of memory are available; free some "
             "memory, or give the text in a file"
         )
-    _LOG.info("memory is short: a quantized copy of the model writes the text")
-    with tempfile.TemporaryDirectory(prefix=".own-text-", dir=None if file is None else file.parent) as scratch:
-        copy = Path(scratch) / "copy"
-        write_copy(copy)
-        yield copy
+    return checkpoint.path
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from minifloat.calibration.data import (
 )
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_OPTIONS, DEFAULT_TEXT, CalibrateOptions, TextOptions
-from minifloat.calibration.own_text import WriteCopy, write_own_text
+from minifloat.calibration.own_text import write_own_text
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import HistogramRule, parse_rule
 from minifloat.checkpoint import Checkpoint
@@ -46,11 +46,14 @@ def load_texts(
     text: TextOptions = DEFAULT_TEXT,
     *,
     own_text_file: Path | None = None,
-    write_copy: WriteCopy | None = None,
+    weights: Path | None = None,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Return the sequences of all sources, mixed by weight, held-out ones included."""
+    """Return the sequences of all sources, mixed by weight, held-out ones included.
+
+    The model writes the source `self`, or a quantized copy of it in the folder `weights`.
+    """
     tokenizer = _tokenizer(checkpoint, sources)
 
     def own_text(samples: int) -> CalibrationSet:
@@ -61,7 +64,7 @@ def load_texts(
             seq_len=text.seq_len,
             seed=text.seed,
             file=own_text_file,
-            write_copy=write_copy,
+            weights=weights,
             device=device,
             progress=progress,
         )
@@ -89,7 +92,6 @@ def calibrate(
     sources: SourceLike | Sequence[SourceLike],
     options: CalibrateOptions = DEFAULT_OPTIONS,
     *,
-    write_copy: WriteCopy | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Run text through an unquantized model and return the statistics of its linears and KV caches.
@@ -100,7 +102,6 @@ def calibrate(
             is parsed by `Source.parse`.
         options: How text becomes sequences, how the model runs, and what is recorded. Histograms of the held-out text
             are always recorded. With a `work_dir`, the same call continues after an interruption.
-        write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
         progress: Called after each sequence, and after each step while the model writes the source ``self``.
 
     Returns:
@@ -124,7 +125,6 @@ def calibrate(
             sources,
             options,
             own_text_file=options.own_text_file,
-            write_copy=write_copy,
             device=options.device,
             progress=progress,
         )

@@ -88,7 +88,7 @@ def calibrate(params: CalibrateParams) -> None:
     from minifloat.calibration.summary import summarize
     from minifloat.commands.display.stats import print_stats
     from minifloat.commands.progress import progress_bar
-    from minifloat.quantize.job import quantize_checkpoint
+    from minifloat.quantize.own_text import prepare_own_text
     from minifloat.quantize.rounding.collect import save_hessians
     from minifloat.quantize.rounding.saved import hessians_path
 
@@ -112,11 +112,6 @@ def calibrate(params: CalibrateParams) -> None:
         revision=params.revision,
     )
 
-    def write_copy(folder: Path) -> object:
-        return quantize_checkpoint(
-            params.model, folder, "fp8", revision=params.revision, from_quantized=params.from_quantized
-        )
-
     with progress_bar(enabled=not params.as_json) as progress:
         if params.hessians:
             save_hessians(
@@ -124,11 +119,12 @@ def calibrate(params: CalibrateParams) -> None:
                 params.sources,
                 hessians_path(stats),
                 options,
-                write_copy=write_copy,
                 overwrite=params.overwrite,
                 progress=progress,
             )
-        collected = run_calibration(params.model, params.sources, options, write_copy=write_copy, progress=progress)
+        else:
+            prepare_own_text(params.model, params.sources, options, progress)
+        collected = run_calibration(params.model, params.sources, options, progress=progress)
     files = collected.save(stats, overwrite=params.overwrite)
     if params.hessians:
         files = (*files, hessians_path(stats))

@@ -47,7 +47,7 @@ def convert(params: ConvertParams) -> None:
     Codes and scales keep their values, or the conversion is refused before anything is written, with the reason.
     """
     from minifloat.commands.progress import announce, progress_bar
-    from minifloat.quantize.convert import convert_checkpoint
+    from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
     from minifloat.quantize.convert.document import document
     from minifloat.report import terminal
 
@@ -56,13 +56,15 @@ def convert(params: ConvertParams) -> None:
             params.model,
             params.out,
             params.layout,
-            dequantize=params.dequantize,
-            dtype=params.dtype,
-            allow_rounding=params.allow_rounding,
-            overwrite=params.overwrite,
-            workers=params.workers,
+            ConvertOptions(
+                dequantize=params.dequantize,
+                dtype=params.dtype,
+                allow_rounding=params.allow_rounding,
+                overwrite=params.overwrite,
+                workers=params.workers,
+                revision=params.revision,
+            ),
             progress=progress,
-            revision=params.revision,
             announce=None if params.quiet else announce,
         )
     if params.as_json:

@@ -30,7 +30,8 @@ from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 if TYPE_CHECKING:
     from minifloat.calibration.result import Calibration
     from minifloat.checkpoint.progress import Progress
-    from minifloat.quantize.rounded import DataOptions
+    from minifloat.quantize.data import DataOptions
+    from minifloat.quantize.options import QuantizeOptions
     from minifloat.quantize.rounding.budget.target import Budget
 
 
@@ -139,7 +140,6 @@ def quantize(params: QuantizeParams) -> None:
     leaves no half-written checkpoint behind; the same command continues it.
     """
     from minifloat.commands.progress import announce, progress_bar
-    from minifloat.model.plan.overrides import KEEP
     from minifloat.quantize.data_hint import data_hint
     from minifloat.quantize.document import document
     from minifloat.quantize.job import quantize_checkpoint
@@ -154,23 +154,10 @@ def quantize(params: QuantizeParams) -> None:
             params.model,
             params.out,
             params.scheme,
-            layout=params.layout,
-            overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
-            workers=params.workers,
-            overwrite=params.overwrite,
+            _options(params, method=None if params.data or _takes_hessians(params) else params.method),
             calibration=_calibration(params, progress),
             data=_data(params),
-            method=None if params.data or _takes_hessians(params) else params.method,
-            budget=_budget(params),
-            kv_cache=params.kv_cache is not None,
-            from_quantized=params.from_quantized,
-            target=params.target,
-            device=params.device,
             progress=progress,
-            revision=params.revision,
-            base_model=params.base_model,
-            mtp=params.mtp,
-            allow_partial=params.allow_partial,
             announce=None if params.quiet else announce,
         )
     if params.as_json:
@@ -186,33 +173,20 @@ def quantize(params: QuantizeParams) -> None:
 def _preview(params: QuantizeParams) -> None:
     """Print what would be written; exit with status 2 if the disk has no room for it."""
     from minifloat.calibration.result import Calibration
-    from minifloat.model.plan.overrides import KEEP
     from minifloat.quantize.document import preview_document
     from minifloat.quantize.preview import preview_quantization
     from minifloat.report import terminal
 
-    if _budget(params) is not None:
-        raise UsageError(
-            "--dry-run: within a budget, formats depend on the damage that text shows; leave one of them out"
-        )
     _data(params)  # raises for options that contradict each other
     preview = preview_quantization(
         params.model,
         params.out,
         params.scheme,
-        layout=params.layout,
-        overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
-        overwrite=params.overwrite,
+        _options(params),
         calibration=None
         if params.stats is None or _takes_hessians(params)
         else Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation),
         calibrates=bool(params.sources or params.data),
-        kv_cache=params.kv_cache is not None,
-        from_quantized=params.from_quantized,
-        target=params.target,
-        revision=params.revision,
-        mtp=params.mtp,
-        allow_partial=params.allow_partial,
     )
     if params.as_json:
         print_json(preview)
@@ -220,6 +194,29 @@ def _preview(params: QuantizeParams) -> None:
         terminal.write(preview_document(preview, verbose=params.verbose))
     if not preview.fits_on_disk:
         sys.exit(2)
+
+
+def _options(params: QuantizeParams, method: str | None = None) -> QuantizeOptions:
+    """Return the options of the run and of the dry run."""
+    from minifloat.model.plan.overrides import KEEP
+    from minifloat.quantize.options import QuantizeOptions
+
+    return QuantizeOptions(
+        layout=params.layout,
+        overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
+        method=method,
+        budget=_budget(params),
+        kv_cache=params.kv_cache is not None,
+        from_quantized=params.from_quantized,
+        target=params.target,
+        mtp=params.mtp,
+        allow_partial=params.allow_partial,
+        device=params.device,
+        workers=params.workers,
+        overwrite=params.overwrite,
+        revision=params.revision,
+        base_model=params.base_model,
+    )
 
 
 def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:
@@ -239,33 +236,22 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
     from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import Calibration
     from minifloat.calibration.session import calibrate
-    from minifloat.quantize.job import quantize_checkpoint
+    from minifloat.quantize.own_text import prepare_own_text
 
     if params.stats is not None:
         return Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation)
-    return calibrate(
-        params.model,
-        params.sources,
-        CalibrateOptions(
-            samples=params.calibration_samples or DEFAULT_SAMPLES,
-            seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
-            seed=params.calibration_seed,
-            rule=params.rule,
-            max_saturation=params.max_saturation,
-            own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
-            from_quantized=params.from_quantized,
-            revision=params.revision,
-        ),
-        write_copy=lambda folder: quantize_checkpoint(
-            params.model,
-            folder,
-            "fp8",
-            revision=params.revision,
-            allow_partial=True,
-            from_quantized=params.from_quantized,
-        ),
-        progress=progress,
+    options = CalibrateOptions(
+        samples=params.calibration_samples or DEFAULT_SAMPLES,
+        seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
+        seed=params.calibration_seed,
+        rule=params.rule,
+        max_saturation=params.max_saturation,
+        own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
+        from_quantized=params.from_quantized,
+        revision=params.revision,
     )
+    prepare_own_text(params.model, params.sources, options, progress)
+    return calibrate(params.model, params.sources, options, progress=progress)
 
 
 def _budget(params: QuantizeParams) -> Budget | None:
@@ -290,7 +276,7 @@ def _data(params: QuantizeParams) -> DataOptions | None:
         if params.no_fold:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
         return None
-    from minifloat.quantize.rounded import DEFAULT_TEXT, DataOptions
+    from minifloat.quantize.data import DEFAULT_TEXT, DataOptions
     from minifloat.quantize.rounding.methods import get_method
     from minifloat.quantize.rounding.options import DEFAULT_METHOD, RoundingOptions
 

@@ -91,7 +91,7 @@ _DEFAULTS = {"column": "text", "config": None, "split": "train", "weight": None}
 
 def _text_options(data: dict[str, Any]) -> str:
     """Return the options for the amount of text, where it is not the default."""
-    from minifloat.quantize.rounded import DEFAULT_TEXT
+    from minifloat.quantize.data import DEFAULT_TEXT
 
     samples, seq_len = data.get("sequences", DEFAULT_TEXT.samples), data.get("seq_len", DEFAULT_TEXT.seq_len)
     options = "" if samples == DEFAULT_TEXT.samples else f" --calibration-samples {samples}"

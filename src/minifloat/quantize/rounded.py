@@ -2,142 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from minifloat.calibration.data import CalibrationSet, Source, SourceLike
-from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import TextOptions
-from minifloat.calibration.own_text import WriteCopy
-from minifloat.calibration.result import Calibration
-from minifloat.calibration.rules import DEFAULT_RULE
-from minifloat.calibration.session import load_texts
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
-from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.rounding.budget.formats import Planner, find_formats
-from minifloat.quantize.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
+from minifloat.quantize.data import DataOptions, RoundedOutput
+from minifloat.quantize.own_text import prepare_texts
+from minifloat.quantize.planner import Planner
+from minifloat.quantize.rounding.budget.formats import find_formats
+from minifloat.quantize.rounding.budget.search import require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget.target import Budget
 from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import DEFAULT_ROUNDING, RoundingOptions
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.saved import SavedHessians
 from minifloat.quantize.rounding.saved_run import require_independent, round_saved
-from minifloat.quantize.source_gain import SourceGain, source_gains, source_warnings
+from minifloat.quantize.source_gain import source_gains, source_warnings
 
 #: Suffix of the folder beside the destination in which finished layers are kept.
 WORK_SUFFIX = ".minifloat-rounding"
-#: Text that rounding takes by default: 64 Ki tokens, and a tenth more that is held out.
-DEFAULT_TEXT = TextOptions(samples=284, seq_len=256, held_out=0.1)
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Text or stored Hessians, and how codes are chosen with them.
-
-    Attributes:
-        sources: Files, folders or data sets, or ``"self"`` for text that the model itself writes.
-        text: How text becomes sequences. The held-out part must not be empty.
-        rounding: Method, folding, device.
-        hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
-            ``"gptq"``.
-    """
-
-    sources: Sequence[SourceLike] = ()
-    text: TextOptions = DEFAULT_TEXT
-    rounding: RoundingOptions = DEFAULT_ROUNDING
-    hessians: Path | None = None
-
-    @classmethod
-    def of(cls, data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None) -> DataOptions | None:
-        """Return the options that the arguments `data` and `method` of `quantize_checkpoint` stand for.
-
-        Raises:
-            UnknownNameError: There is no such method.
-            UsageError: The method needs data and there is none, or `data` names a method itself.
-        """
-        chosen = None if method is None else get_method(method)
-        if isinstance(data, DataOptions):
-            if chosen is not None:
-                raise UsageError("give the method either in `data` or as `method`, not in both")
-            return data
-        if data is None or (not isinstance(data, str | os.PathLike | Source) and not data):
-            if chosen is not None and chosen.needs_data:
-                raise UsageError(
-                    f"the method {chosen.name} needs text: give --data FILE, or --data self for text that the model "
-                    "writes itself"
-                )
-            return None
-        sources = [data] if isinstance(data, str | os.PathLike | Source) else list(data)
-        return cls(sources, rounding=DEFAULT_ROUNDING if chosen is None else RoundingOptions(method=chosen))
-
-
-@dataclass(frozen=True)
-class RoundedOutput:
-    """The output tensors that were made with data."""
-
-    model: RoundedModel
-    recipe: dict[str, Any]
-    notes: tuple[str, ...]
-    within: WithinBudget | None = None
-    by_source: tuple[SourceGain, ...] = ()
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme of most weights, as a budget chose it."""
-        assert self.within is not None
-        return self.within.plan.scheme
-
-    @property
-    def overrides(self) -> list[Override]:
-        """The overrides for all other weights, as a budget chose them."""
-        assert self.within is not None
-        return list(self.within.plan.overrides)
-
-    def calibration(self, checkpoint: Checkpoint) -> Calibration | None:
-        """Return the ranges of inputs, keys and values as calibration by the rule ``max``; None if none were recorded.
-
-        The whole text counts as one sequence.
-        """
-        if not self.model.inputs and not self.model.kv:
-            return None
-        inputs = {
-            row["module"]: ModuleStats(
-                np.array([row["amax"] if row["tokens"] else 0.0], np.float32), np.array([row["tokens"]], np.int64)
-            )
-            for row in self.model.inputs
-        }
-        kv = {
-            row["module"]: KVStats(np.array([row["k"]], np.float32), np.array([row["v"]], np.float32))
-            for row in self.model.kv
-        }
-        tokens = int(self.recipe["tokens"])
-        stats = ActivationStats(ModelIdentity.of(checkpoint), 1, tokens, self.recipe["data"], inputs, kv)
-        return Calibration(stats, DEFAULT_RULE)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return method, text and errors as JSON values."""
-        weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
-        tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
-        budget = {} if self.within is None else {"budget": self.within.to_dict()}
-        held_out = {
-            **self.model.held_out,
-            **({"by_source": [asdict(g) for g in self.by_source]} if self.by_source else {}),
-        }
-        rest = {"held_out": held_out, "folds": self.model.folds, "weights": weights}
-        return {**self.recipe, **budget, **tuned, **rest}
 
 
 @contextmanager
@@ -146,7 +37,6 @@ def rounded_output(
     plan: QuantizationPlan,
     data: DataOptions,
     destination: Path,
-    write_copy: WriteCopy,
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
     """Choose the codes of a plan with data; the work is kept if the block is left with an error."""
@@ -160,7 +50,7 @@ def rounded_output(
         with round_saved(checkpoint, plan, saved, data.rounding, work_dir, progress) as model:
             yield RoundedOutput(model, recipe, _notes(model, plan, data))
         return
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, write_copy, progress)
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
     with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
         gains = source_gains(record, held_out, data.text.held_out, model.held_out)
         notes = (*_notes(model, plan, data), *source_warnings(gains, data.rounding.method.name))
@@ -169,27 +59,24 @@ def rounded_output(
 
 @contextmanager
 def budgeted_output(
-    checkpoint: Checkpoint,
     planner: Planner,
     scheme: Scheme | None,
-    overrides: Sequence[Override],
     budget: Budget,
     data: DataOptions,
     destination: Path,
-    target: str | None,
-    write_copy: WriteCopy,
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
     """Choose formats within a budget, and codes in them; the work is kept if the block is left with an error."""
     if data.hessians is not None:
         raise UsageError("a budget measures damage with text: give --data instead of --stats")
-    formats = find_formats(checkpoint, planner, scheme, overrides, target)
+    checkpoint, overrides = planner.checkpoint, planner.overrides
+    formats = find_formats(checkpoint, planner.plan, scheme, overrides, planner.options.target)
     require_feasible(budget, formats.groups)
-    plan = planner(formats.scheme, overrides)
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, write_copy, progress)
+    plan = planner.plan(formats.scheme, overrides)
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
     with round_within_budget(
         checkpoint,
-        planner,
+        planner.plan,
         budget,
         formats,
         overrides,
@@ -219,19 +106,11 @@ def _texts(
     plan: QuantizationPlan,
     data: DataOptions,
     destination: Path,
-    write_copy: WriteCopy,
     progress: Progress | None,
 ) -> tuple[CalibrationSet, CalibrationSet, dict[str, Any]]:
     """Return the text for statistics, the held-out text, and the record of both."""
-    texts = load_texts(
-        checkpoint,
-        data.sources,
-        data.text,
-        own_text_file=destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors"),
-        write_copy=write_copy,
-        device=data.rounding.device,
-        progress=progress,
-    )
+    file = destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors")
+    texts = prepare_texts(checkpoint, data.sources, data.text, file, device=data.rounding.device, progress=progress)
     return *_split(texts, data.text, plan), dict(texts.record)
 
 

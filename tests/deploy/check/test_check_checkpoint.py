@@ -16,6 +16,7 @@ from minifloat.commands.main import main
 from minifloat.deploy.check import CheckReport, LoadVerdict, Target, check_checkpoint
 from minifloat.errors import AlreadyQuantizedError, UnknownNameError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 ROOT = Path(__file__).parents[3]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
@@ -82,14 +83,14 @@ def test_vllm_loads_a_quantized_lm_head_unless_it_has_blocks(
     model = make_llama(tmp_path / "model", **sizes)
     override = f"^lm_head$={head}"
     planned = check_checkpoint(model, "vllm:cpu", scheme="fp8-block", overrides=[override])
-    quantize_checkpoint(model, tmp_path / "out", "fp8-block", overrides=[override])
+    quantize_checkpoint(model, tmp_path / "out", "fp8-block", QuantizeOptions(overrides=[override]))
     written = check_checkpoint(tmp_path / "out", "vllm:cpu")
     assert {finding.rule for finding in written.failures} == {finding.rule for finding in planned.failures} == refused
 
 
 def test_vllm_refuses_a_quantized_lm_head_that_no_config_group_names(make_llama: Any, tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model", tie_word_embeddings=False)
-    quantize_checkpoint(model, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=fp8-dynamic"])
+    quantize_checkpoint(model, tmp_path / "out", "fp8-dynamic", QuantizeOptions(overrides=["^lm_head$=fp8-dynamic"]))
     assert not check_checkpoint(tmp_path / "out", "vllm:h100").failures
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
@@ -162,13 +163,13 @@ def test_quantize_writes_nothing_that_its_target_would_refuse(tmp_path: Path) ->
 
 
 def test_quantize_notes_how_its_target_degrades_the_checkpoint(tmp_path: Path) -> None:
-    report = quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", target="vllm:b200")
+    report = quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", QuantizeOptions(target="vllm:b200"))
     assert any("inputs are rounded to 4 bits" in note for note in report.notes)
 
 
 def test_an_uncalibrated_static_scheme_is_judged_as_weight_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vllm-weight-only-fp8"):
-        quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8-static", target="vllm:mi300")
+        quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8-static", QuantizeOptions(target="vllm:mi300"))
 
 
 def test_a_dense_model_that_declares_quant_method_mxfp4_is_judged_refused_or_wrong(tmp_path: Path) -> None:

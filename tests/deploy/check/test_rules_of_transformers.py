@@ -18,6 +18,7 @@ from minifloat.deploy.check import LoadVerdict, check_checkpoint
 from minifloat.model.layouts import describe, read_weight
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 ROOT = Path(__file__).parents[3]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
@@ -102,7 +103,7 @@ def test_transformers_treats_golden_checkpoints_as_the_rules_predict(folder: str
 
 @pytest.mark.parametrize(("scheme", "layout"), [*((s, "compressed-tensors") for s in SCHEMES), ("fp8-block", "fp8")])
 def test_transformers_decodes_every_scheme_of_ours_correctly(scheme: str, layout: str, tmp_path: Path) -> None:
-    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, layout=layout)
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, QuantizeOptions(layout=layout))
     report = check_checkpoint(tmp_path / "out", "transformers:cpu")
     assert report.verdict is LoadVerdict.DEGRADED
     assert what_happens(tmp_path / "out") == "right", rules_of(report)
@@ -127,7 +128,7 @@ def test_transformers_treats_experts_under_overrides_as_the_rules_predict(
     make_model: MakeModel, tmp_path: Path, overrides: list[str]
 ) -> None:
     made = make_model(tmp_path / "m", "qwen3_moe", **OF_WHOLE_BLOCKS["qwen3_moe"])
-    quantize_checkpoint(made, tmp_path / "out", "fp8", overrides=overrides)
+    quantize_checkpoint(made, tmp_path / "out", "fp8", QuantizeOptions(overrides=overrides))
     report = check_checkpoint(tmp_path / "out", "transformers:cpu")
     assert what_happens(tmp_path / "out") == EXPECTED[report.verdict], rules_of(report)
 

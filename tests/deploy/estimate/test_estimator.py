@@ -27,6 +27,7 @@ from minifloat.errors import (
 )
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 ROOT = Path(__file__).parents[3]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
@@ -234,7 +235,7 @@ def test_predicted_bytes_are_those_that_quantize_writes(scheme: str, calibration
 
 def test_scales_of_an_fp8_cache_are_counted(calibration: Calibration, tmp_path: Path) -> None:
     predicted = scheme_of(plan_model(STORYBOOK, "mxfp4", "h100", PlanOptions(kv_cache_dtype="fp8")), "mxfp4").weights
-    quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", calibration=calibration, kv_cache=True)
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", QuantizeOptions(kv_cache=True), calibration=calibration)
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         assert predicted == sum(info.nbytes for info in checkpoint.tensors.values())
 

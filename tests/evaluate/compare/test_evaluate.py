@@ -22,6 +22,7 @@ from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageE
 from minifloat.evaluate.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
 from minifloat.model.runtime.load import load
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 MakeModel = Callable[..., Path]
 
@@ -152,7 +153,7 @@ def test_fewer_bits_diverge_more(llama_folder: Path, tmp_path: Path, text: Path)
 
 def test_quantized_experts_add_no_difference_of_their_own(make_mixtral: MakeModel, tmp_path: Path, text: Path) -> None:
     plain = make_mixtral(tmp_path / "plain")
-    quantize_checkpoint(plain, tmp_path / "q", "fp8", overrides=["self_attn=bf16"])
+    quantize_checkpoint(plain, tmp_path / "q", "fp8", QuantizeOptions(overrides=["self_attn=bf16"]))
     model = load(tmp_path / "q", dtype=torch.float32, impl="reference")
     twin = load(plain, dtype=torch.float32)
     for layer, mine in zip(model.model.layers, twin.model.layers, strict=True):
@@ -208,7 +209,7 @@ def test_candidates_have_the_output_layer_that_is_served(llama_folder: Path, tmp
 def test_a_loaded_model_keeps_its_inputs_and_different_formats_are_counted(
     llama_folder: Path, tmp_path: Path, text: Path
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic", overrides=["down_proj=fp8"])
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic", QuantizeOptions(overrides=["down_proj=fp8"]))
     model = load(tmp_path / "q")
     result = compare_models(llama_folder, model, [text], weight_only=True)
     expected = "E4M3 per token (dynamic) for 12 of 14 quantized weights, BF16 for 2 of 14 quantized weights"
@@ -334,7 +335,9 @@ def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(
 ) -> None:
     stats = calibrate(llama_folder, [text], CalibrateOptions(samples=8, seq_len=32)).stats
     calibration = Calibration(stats, parse_rule("max"))
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-static", calibration=calibration, kv_cache=True)
+    quantize_checkpoint(
+        llama_folder, tmp_path / "q", "fp8-static", QuantizeOptions(kv_cache=True), calibration=calibration
+    )
     result = compare_models(llama_folder, tmp_path / "q", [text], window=32, variants=True)
     whole, plain_cache, weights = result.candidates
     name = str(tmp_path / "q")

@@ -15,6 +15,7 @@ from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError
 from minifloat.model.layouts import WRITERS, describe, get_writer, read_weight
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 BASE = Path(__file__).parents[2] / "data" / "interop" / "base-llama"
 SHAPE = (160, 64)
@@ -131,7 +132,7 @@ def test_a_quantized_head_is_targeted_by_name_because_vllm_does_not_treat_it_as_
 def test_transformers_decodes_a_quantized_head_that_is_targeted_by_name(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
-    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=fp8-dynamic"])
+    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", QuantizeOptions(overrides=["^lm_head$=fp8-dynamic"]))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
     )
@@ -141,7 +142,7 @@ def test_transformers_decodes_a_quantized_head_that_is_targeted_by_name(tmp_path
 
 
 def test_a_group_that_targets_the_head_by_name_does_not_match_other_linears(tmp_path: Path) -> None:
-    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=mxfp8"])
+    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", QuantizeOptions(overrides=["^lm_head$=mxfp8"]))
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
     groups = config["quantization_config"]["config_groups"]
@@ -183,7 +184,9 @@ def test_a_written_checkpoint_is_described_as_the_same_scheme(tmp_path: Path, sc
 
 
 def test_a_written_mixed_checkpoint_is_described_with_the_requested_schemes(tmp_path: Path) -> None:
-    quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", overrides=["down_proj=nvfp4", "self_attn=fp8", "o_proj=bf16"])
+    quantize_checkpoint(
+        BASE, tmp_path / "out", "mxfp4", QuantizeOptions(overrides=["down_proj=nvfp4", "self_attn=fp8", "o_proj=bf16"])
+    )
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         weights = describe(checkpoint).weights
     elements = {name.rsplit(".", 1)[-1]: stored.spec.granularity.name for name, stored in weights.items()}

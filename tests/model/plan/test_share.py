@@ -20,6 +20,7 @@ from minifloat.model.plan.share import QuantizedShare, require_share
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 _DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
@@ -92,7 +93,7 @@ def test_a_mostly_unknown_model_is_refused_with_names_reasons_and_bytes(make_che
     with pytest.raises(UsageError, match=message):
         quantize_checkpoint(source, tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
-    report = quantize_checkpoint(source, tmp_path / "out", "fp8", allow_partial=True)
+    report = quantize_checkpoint(source, tmp_path / "out", "fp8", QuantizeOptions(allow_partial=True))
     assert report.to_dict()["share"]["quantized"] == 64 * 64
     assert str(report.share) == "20.0% of the linear weights are quantized"
 
@@ -111,7 +112,9 @@ def test_experts_that_no_family_describes_are_named_as_such(
     with pytest.raises(UsageError, match=message):
         quantize_checkpoint(source, tmp_path / "out", "fp8")
     with pytest.raises(UnsupportedTensorError, match="no family describes fused experts"):
-        quantize_checkpoint(source, tmp_path / "out", "fp8", overrides=[f"{name.removesuffix('.weight')}=fp8"])
+        quantize_checkpoint(
+            source, tmp_path / "out", "fp8", QuantizeOptions(overrides=[f"{name.removesuffix('.weight')}=fp8"])
+        )
 
 
 def test_biases_of_experts_are_no_experts_of_unknown_shape(make_checkpoint: Make) -> None:
@@ -132,9 +135,9 @@ def test_weights_that_an_override_keeps_do_not_refuse_a_plan(make_checkpoint: Ma
 
 def test_the_report_says_that_multi_token_prediction_is_kept(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint(tensors=DRAFTED, config=_DEEPSEEK)
-    kept = quantize_checkpoint(source, tmp_path / "kept", "fp8", allow_partial=True)
+    kept = quantize_checkpoint(source, tmp_path / "kept", "fp8", QuantizeOptions(allow_partial=True))
     assert any("--mtp quantizes them" in note for note in kept.notes)
-    asked = quantize_checkpoint(source, tmp_path / "asked", "fp8", mtp=True)
+    asked = quantize_checkpoint(source, tmp_path / "asked", "fp8", QuantizeOptions(mtp=True))
     assert not any("--mtp" in note for note in asked.notes)
     assert " --mtp" in asked.provenance["command"]
 

@@ -18,6 +18,7 @@ from minifloat.model.runtime.engine_names import engine_names
 from minifloat.model.runtime.load import load
 from minifloat.quantize.convert.job import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 #: A family, a module in its checkpoint that stays in 16 bits, and the name of that module in transformers.
 _RENAMED = (
@@ -63,7 +64,7 @@ def test_plain_transformers_loads_a_checkpoint_whose_modules_have_other_names(
 
 
 def test_several_schemes_target_modules_by_both_names(folders: dict[str, Path], tmp_path: Path) -> None:
-    quantize_checkpoint(folders["gemma3"], tmp_path / "out", "mxfp4", overrides=["self_attn=mxfp8"])
+    quantize_checkpoint(folders["gemma3"], tmp_path / "out", "mxfp4", QuantizeOptions(overrides=["self_attn=mxfp8"]))
     logits, problems = plain(tmp_path / "out")
     assert not problems
     assert relative_difference(logits, logits_of(load(tmp_path / "out", dtype=torch.float32))) < 2e-5

@@ -27,8 +27,9 @@ from minifloat.model.runtime.lm_head import (
 from minifloat.model.runtime.load import load
 from minifloat.model.runtime.packing import Packing
 from minifloat.numerics.tensor import quantize_tensor
+from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.rounded import DataOptions
+from minifloat.quantize.options import QuantizeOptions
 
 MakeModel = Callable[..., Path]
 IDS = torch.arange(40)[None]
@@ -57,7 +58,7 @@ def chosen(folder: Path, choice: str) -> bool:
 def test_auto_is_fp8_beside_mxfp4_only(
     scheme: str, overrides: list[str], is_fp8: bool, llama_folder: Path, tmp_path: Path
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", scheme, overrides=overrides)
+    quantize_checkpoint(llama_folder, tmp_path / "q", scheme, QuantizeOptions(overrides=overrides))
     assert chosen(tmp_path / "q", "auto") == is_fp8
     assert not chosen(tmp_path / "q", "bf16")
     assert chosen(tmp_path / "q", "fp8") == ("lm_head=mxfp4" not in overrides)
@@ -67,10 +68,12 @@ def test_auto_keeps_the_layer_beside_codes_that_were_chosen_otherwise(
     llama_folder: Path, make_gpt_oss: MakeModel, tmp_path: Path
 ) -> None:
     assert not chosen(llama_folder, "auto")
-    quantize_checkpoint(make_gpt_oss(tmp_path / "gpt"), tmp_path / "gpt_q", "mxfp4", allow_partial=True)
+    quantize_checkpoint(
+        make_gpt_oss(tmp_path / "gpt"), tmp_path / "gpt_q", "mxfp4", QuantizeOptions(allow_partial=True)
+    )
     assert not chosen(tmp_path / "gpt_q", "auto")
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    quantize_checkpoint(tmp_path / "q", tmp_path / "again", "mxfp4", from_quantized=True)
+    quantize_checkpoint(tmp_path / "q", tmp_path / "again", "mxfp4", QuantizeOptions(from_quantized=True))
     assert not chosen(tmp_path / "again", "auto")
     text = tmp_path / "text.txt"
     text.write_text("In winter the river froze, and nobody crossed it. " * 60)
@@ -124,7 +127,7 @@ def test_logits_are_those_of_the_rounded_weight(
 
 
 def test_a_head_that_is_stored_quantized_stays_as_it_is(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4", overrides=["lm_head=mxfp4"])
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4", QuantizeOptions(overrides=["lm_head=mxfp4"]))
     assert lm_head_of(load(tmp_path / "q", lm_head="fp8")) == "mxfp4"
     assert lm_head_of(load(llama_folder)) == "bfloat16"
 

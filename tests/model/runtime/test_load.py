@@ -21,6 +21,7 @@ from minifloat.model.runtime.linear import QuantizedLinear
 from minifloat.model.runtime.load import load
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 MakeModel = Callable[..., Path]
 MODEL_TYPES = ["llama", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v3"]
@@ -185,7 +186,9 @@ def test_a_model_made_half_keeps_its_scales(make_llama: MakeModel, tmp_path: Pat
 def test_a_quantized_lm_head_is_not_tied_over(
     make_llama: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantize_checkpoint(make_llama(tmp_path / "plain"), tmp_path / "q", "fp8", overrides=["lm_head=fp8"])
+    quantize_checkpoint(
+        make_llama(tmp_path / "plain"), tmp_path / "q", "fp8", QuantizeOptions(overrides=["lm_head=fp8"])
+    )
     untied = logits(load(tmp_path / "q"))
     edit_config(tmp_path / "q", tie_word_embeddings=True)
     with caplog.at_level(logging.WARNING, "minifloat"):

@@ -16,6 +16,7 @@ from minifloat.model.runtime.load import load
 from minifloat.numerics.formats import BFLOAT16
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 #: Every projection is made of whole 128x128 blocks: transformers misreads partial ones.
 WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
@@ -43,7 +44,7 @@ CASES = [(scheme, "compressed-tensors") for scheme in SCHEMES if "nvfp4" not in 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(("scheme", "layout"), CASES)
 def test_transformers_computes_the_same_logits(plain: Path, tmp_path: Path, scheme: str, layout: str) -> None:
-    quantize_checkpoint(plain, tmp_path / "q", scheme, layout=layout)
+    quantize_checkpoint(plain, tmp_path / "q", scheme, QuantizeOptions(layout=layout))
     theirs = as_transformers_loads(tmp_path / "q", layout)
     with torch.no_grad():
         mine = load(tmp_path / "q", dtype=torch.float32, weight_only=True)(IDS).logits

@@ -30,6 +30,7 @@ from minifloat.numerics.granularity import GROUP_16
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 INTEROP = Path(__file__).parents[2] / "data" / "interop"
 IDS = torch.arange(40)[None]
@@ -240,7 +241,9 @@ def test_experts_of_our_own_quantize_their_inputs(
     make_model: MakeModel, tmp_path: Path, model_type: str, scheme: str
 ) -> None:
     overrides = ["self_attn=bf16", "shared_experts=bf16"] if model_type == "deepseek_v3" else ["self_attn=bf16"]
-    quantize_checkpoint(make_model(tmp_path / "plain", model_type), tmp_path / "q", scheme, overrides=overrides)
+    quantize_checkpoint(
+        make_model(tmp_path / "plain", model_type), tmp_path / "q", scheme, QuantizeOptions(overrides=overrides)
+    )
     model, plain = (
         load(tmp_path / "q", dtype=torch.float32, weight_only=flag, impl="reference") for flag in (False, True)
     )
@@ -297,7 +300,9 @@ def test_experts_that_are_not_only_multiplied_run_weight_only_and_are_named(
     make_mixtral: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("minifloat.model.runtime.load.multiplies_experts", lambda *_: False)
-    quantize_checkpoint(make_mixtral(tmp_path / "plain"), tmp_path / "q", "fp8-dynamic", overrides=["self_attn=bf16"])
+    quantize_checkpoint(
+        make_mixtral(tmp_path / "plain"), tmp_path / "q", "fp8-dynamic", QuantizeOptions(overrides=["self_attn=bf16"])
+    )
     with caplog.at_level(logging.WARNING, "minifloat"):
         model, plain = (load(tmp_path / "q", dtype=torch.float32, weight_only=flag) for flag in (False, True))
     assert "24 modules are computed weight-only, because the code of their experts" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +11,7 @@ from click.testing import CliRunner
 from minifloat._version import __version__
 from minifloat.commands.main import main
 from minifloat.deploy.check import ENGINE_HARDWARE, LoadVerdict, check_checkpoint
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.report.card import read_metadata
 
@@ -44,17 +43,19 @@ def test_a_wrong_answer_of_transformers_is_announced_before_anything_is_written(
 @pytest.mark.parametrize(
     ("model", "target"),
     [
-        ("llmc-fp8-dynamic", {"layout": "modelopt"}),
-        ("modelopt-nvfp4", {"layout": "compressed-tensors"}),
-        ("modelopt-fp8-kv", {"layout": "compressed-tensors"}),
-        ("deepseek-block128", {"layout": "compressed-tensors"}),
-        ("llmc-fp8-dynamic", {"dequantize": True}),
+        ("llmc-fp8-dynamic", "modelopt"),
+        ("modelopt-nvfp4", "compressed-tensors"),
+        ("modelopt-fp8-kv", "compressed-tensors"),
+        ("deepseek-block128", "compressed-tensors"),
+        ("llmc-fp8-dynamic", None),
     ],
 )
 def test_the_verdicts_on_the_plan_are_those_of_check_on_the_output(
-    tmp_path: Path, model: str, target: dict[str, Any]
+    tmp_path: Path, model: str, target: str | None
 ) -> None:
-    report = convert_checkpoint(INTEROP / model, tmp_path / "out", allow_rounding=True, **target)
+    report = convert_checkpoint(
+        INTEROP / model, tmp_path / "out", target, ConvertOptions(dequantize=target is None, allow_rounding=True)
+    )
     for verdict in report.engines:
         for name in ENGINE_HARDWARE:
             checked = check_checkpoint(tmp_path / "out", f"{verdict.engine}:{name}").verdict
@@ -78,7 +79,7 @@ def test_the_card_has_the_new_layout_its_engines_and_the_library_that_loads_it(s
     metadata = read_metadata(card)
     assert metadata["library_name"] == "minifloat"
     assert metadata["tags"] == ["fp8", "fp8-dynamic", "minifloat", "modelopt", "vllm"]
-    convert_checkpoint(source, tmp_path / "plain", dequantize=True)
+    convert_checkpoint(source, tmp_path / "plain", options=ConvertOptions(dequantize=True))
     plain = (tmp_path / "plain" / "README.md").read_text()
     assert read_metadata(plain)["library_name"] == "transformers"
     assert "rule amax, dequantized since, see below." in plain

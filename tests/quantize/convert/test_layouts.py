@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,8 +27,9 @@ from minifloat.model.runtime.load import load
 from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 from minifloat.report.card import read_metadata
 
 BASE = INTEROP / "base-llama"
@@ -120,7 +120,7 @@ def test_transformers_reads_the_converted_model_with_the_same_logits(name: str, 
 def test_a_conversion_and_its_inverse_give_the_same_tensors_bit_for_bit(
     scheme: Scheme, overrides: list[str], layout: str, algorithm: str | None, tmp_path: Path
 ) -> None:
-    quantize_checkpoint(BASE, tmp_path / "a", scheme, overrides=overrides)
+    quantize_checkpoint(BASE, tmp_path / "a", scheme, QuantizeOptions(overrides=overrides))
     convert_checkpoint(tmp_path / "a", tmp_path / "b", layout)
     convert_checkpoint(tmp_path / "b", tmp_path / "c", "compressed-tensors")
     assert stored(tmp_path / "c") == stored(tmp_path / "a")
@@ -152,7 +152,7 @@ def test_fp8_blocks_convert_to_the_fp8_layout_and_back(whole_blocks: Path, tmp_p
     convert_checkpoint(tmp_path / "b", tmp_path / "c", "compressed-tensors")
     assert stored(tmp_path / "c") == stored(tmp_path / "a")
     assert quantization_config(tmp_path / "c") == quantization_config(tmp_path / "a")
-    quantize_checkpoint(whole_blocks, tmp_path / "direct", "fp8-block", layout="fp8")
+    quantize_checkpoint(whole_blocks, tmp_path / "direct", "fp8-block", QuantizeOptions(layout="fp8"))
     assert stored(tmp_path / "b") == stored(tmp_path / "direct")
     assert quantization_config(tmp_path / "b") == quantization_config(tmp_path / "direct")
     ids = torch.arange(40)[None]
@@ -206,7 +206,7 @@ def test_nvfp4_with_exact_reciprocals_converts_to_modelopt_and_back(name: str, a
 def test_rounded_reciprocals_are_counted_and_differ_by_half_a_step_at_most(
     name: str, layout: str, scales: int, tmp_path: Path
 ) -> None:
-    report = convert_checkpoint(INTEROP / name, tmp_path / "out", layout, allow_rounding=True)
+    report = convert_checkpoint(INTEROP / name, tmp_path / "out", layout, ConvertOptions(allow_rounding=True))
     before = scalars(INTEROP / name, ".weight_global_scale", ".weight_scale_2")
     after = scalars(tmp_path / "out", ".weight_global_scale", ".weight_scale_2")
     assert before.keys() == after.keys()
@@ -305,21 +305,23 @@ def test_the_deployment_section_is_that_of_the_new_layout(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("target", "tags"),
     [
-        ({"layout": "modelopt"}, ["fp8", "fp8-dynamic", "minifloat", "modelopt", "vllm"]),
-        ({"dequantize": True}, ["minifloat"]),
+        ("modelopt", ["fp8", "fp8-dynamic", "minifloat", "modelopt", "vllm"]),
+        (None, ["minifloat"]),
     ],
 )
 def test_the_metadata_of_the_card_is_true_of_the_converted_model(
-    tmp_path: Path, target: dict[str, Any], tags: list[str]
+    tmp_path: Path, target: str | None, tags: list[str]
 ) -> None:
-    quantize_checkpoint(INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic", base_model="someone/something")
+    quantize_checkpoint(
+        INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic", QuantizeOptions(base_model="someone/something")
+    )
     before = read_metadata((tmp_path / "source" / "README.md").read_text())
     assert {"vllm", "compressed-tensors"} < set(before["tags"])
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", **target)
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", target, ConvertOptions(dequantize=target is None))
     after = read_metadata((tmp_path / "out" / "README.md").read_text())
-    relation = {"base_model_relation": "quantized"} if "layout" in target else {}
+    relation = {"base_model_relation": "quantized"} if target else {}
     expected = {key: value for key, value in before.items() if key != "base_model_relation"}
-    library = "minifloat" if "layout" in target else "transformers"
+    library = "minifloat" if target else "transformers"
     assert after == expected | relation | {"tags": tags, "library_name": library}
 
 

@@ -18,7 +18,7 @@ from minifloat.errors import (
     UnsupportedTensorError,
     UsageError,
 )
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 
 PROJ = "model.layers.0.mlp.down_proj"
 ATTENTION = "model.layers.0.self_attn"
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 def refused(source: Path, tmp_path: Path, layout: str | None, problem: str, kind: type[MinifloatError]) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(kind, match=problem):
-        convert_checkpoint(source, tmp_path / "out", layout, dequantize=layout is None)
+        convert_checkpoint(source, tmp_path / "out", layout, ConvertOptions(dequantize=layout is None))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -178,9 +178,9 @@ def test_contradicting_or_unknown_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="either a layout to convert to, or dequantize"):
         convert_checkpoint(source, tmp_path / "out")
     with pytest.raises(UsageError, match="either a layout to convert to, or dequantize"):
-        convert_checkpoint(source, tmp_path / "out", "mxfp8", dequantize=True)
+        convert_checkpoint(source, tmp_path / "out", "mxfp8", ConvertOptions(dequantize=True))
     with pytest.raises(UsageError, match="dtype needs dequantize"):
-        convert_checkpoint(source, tmp_path / "out", "mxfp8", dtype="bfloat16")
+        convert_checkpoint(source, tmp_path / "out", "mxfp8", ConvertOptions(dtype="bfloat16"))
     with pytest.raises(UnknownNameError, match="valid: compressed-tensors, fp8, modelopt, mxfp8"):
         convert_checkpoint(source, tmp_path / "out", "gguf")
     with pytest.raises(UsageError, match="lies inside it"):

@@ -9,40 +9,40 @@ import torch
 from converting import INTEROP, change_record, interrupted, sharded, stored
 from safetensors.torch import load_file, save_file
 
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 
-OPTIONS = [{"layout": "compressed-tensors"}, {"dequantize": True}]
+TARGETS = [("compressed-tensors", ConvertOptions()), (None, ConvertOptions(dequantize=True))]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_resumed_conversion_keeps_finished_shards_and_gives_the_same_result(
-    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: tuple[str | None, ConvertOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
-    whole = convert_checkpoint(source, tmp_path / "whole", **options)
-    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", **options)
+    whole = convert_checkpoint(source, tmp_path / "whole", *target)
+    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", *target)
     assert not (tmp_path / "out").exists()
-    report = convert_checkpoint(source, tmp_path / "out", **options)
+    report = convert_checkpoint(source, tmp_path / "out", *target)
     assert report.resumed_shards == 2
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
     assert report.to_dict() == whole.to_dict()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_changed_source_is_converted_from_the_start_with_a_note(
-    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: tuple[str | None, ConvertOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
-    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", **options)
+    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", *target)
     first = min(source.glob("model-*.safetensors"))
     tensors = load_file(first)
     name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16)
     tensors[name] = tensors[name] * 2
     save_file(tensors, first, metadata={"format": "pt"})
-    report = convert_checkpoint(source, tmp_path / "out", **options)
+    report = convert_checkpoint(source, tmp_path / "out", *target)
     assert report.resumed_shards == 0
     assert "of the source changed" in report.notes[-1]
-    convert_checkpoint(source, tmp_path / "whole", **options)
+    convert_checkpoint(source, tmp_path / "whole", *target)
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
 
 
@@ -54,10 +54,10 @@ def test_a_finished_shard_whose_record_is_not_one_of_this_package_is_converted_a
     keys: list[str | int], value: object, resumed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
-    whole = convert_checkpoint(source, tmp_path / "whole", dequantize=True)
-    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", dequantize=True)
+    whole = convert_checkpoint(source, tmp_path / "whole", options=ConvertOptions(dequantize=True))
+    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", options=ConvertOptions(dequantize=True))
     change_record(tmp_path / "out", keys, value)
-    report = convert_checkpoint(source, tmp_path / "out", dequantize=True)
+    report = convert_checkpoint(source, tmp_path / "out", options=ConvertOptions(dequantize=True))
     assert report.resumed_shards == resumed
     assert len(report.notes) == len(whole.notes) + 1
     assert report.tensors == whole.tensors
@@ -69,5 +69,5 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path) -> N
     convert_checkpoint(source, tmp_path / "out", "mxfp8")
     with pytest.raises(Exception, match="exists already"):
         convert_checkpoint(source, tmp_path / "out", "modelopt")
-    convert_checkpoint(source, tmp_path / "out", "modelopt", overwrite=True)
+    convert_checkpoint(source, tmp_path / "out", "modelopt", ConvertOptions(overwrite=True))
     assert (tmp_path / "out" / "hf_quant_config.json").exists()

@@ -24,8 +24,8 @@ from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, E5M2, ElementFormat
 from minifloat.numerics.scheme import get_scheme
 from minifloat.numerics.tensor import quantize_tensor
+from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.rounded import DataOptions
 from minifloat.quantize.rounding.methods import get_method
 from minifloat.quantize.rounding.options import RoundingOptions
 from minifloat.quantize.rounding.run import round_checkpoint

@@ -17,6 +17,7 @@ from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.scheme import SCHEMES, Scheme, weight_only
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 KEPT, HELD_OUT = make_text(24), make_text(6, seed=1)
 #: One scheme per storage format of weights, without quantized inputs: the walk looks at weights alone.
@@ -83,7 +84,7 @@ def test_nearest_gives_the_bytes_of_quantizing_without_data_for_every_kind_of_la
 def test_tensors_have_the_names_of_the_layout(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
     folder = write_model(tmp_path / "model", "llama", **sizes)
-    quantize_checkpoint(folder, tmp_path / "out", "fp8-block", layout="fp8")
+    quantize_checkpoint(folder, tmp_path / "out", "fp8-block", QuantizeOptions(layout="fp8"))
     expected = tensors_of(tmp_path / "out")
     text = make_text(3, 20), make_text(2, 20)
     rounding = round_model(folder, tmp_path / "work", *text, "fp8-block", "nearest", layout="fp8")

@@ -5,7 +5,7 @@ job.py, stream.py, values.py                 the run: tensors stream into a new 
 report.py, card.py                           the report on every tensor, and the model card
 """
 
-from minifloat.quantize.convert.job import convert_checkpoint
+from minifloat.quantize.convert.job import ConvertOptions, convert_checkpoint
 from minifloat.quantize.convert.report import ConvertedTensor, ConvertReport
 
-__all__ = ["ConvertReport", "ConvertedTensor", "convert_checkpoint"]
+__all__ = ["ConvertOptions", "ConvertReport", "ConvertedTensor", "convert_checkpoint"]

@@ -50,18 +50,38 @@ from minifloat.quantize.stream import copy_digest
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How a quantized checkpoint is converted.
+
+    Attributes:
+        dequantize: Write decoded weights in place of codes and scales.
+        dtype: With `dequantize`: "bfloat16", "float16" or "float32"; by default that of config.json.
+        allow_rounding: Round the reciprocals of global scales of NVFP4, which some layouts store, where float32 cannot
+            hold them exactly.
+        workers: Threads; by default one per core that this process may use, at most 8.
+        overwrite: Replace an existing destination, at the end.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
+    """
+
+    dequantize: bool = False
+    dtype: str | None = None
+    allow_rounding: bool = False
+    workers: int | None = None
+    overwrite: bool = False
+    revision: str | None = None
+
+
+_DEFAULT_OPTIONS = ConvertOptions()
+
+
 def convert_checkpoint(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     layout: str | None = None,
+    options: ConvertOptions = _DEFAULT_OPTIONS,
     *,
-    dequantize: bool = False,
-    dtype: str | None = None,
-    allow_rounding: bool = False,
-    overwrite: bool = False,
-    workers: int | None = None,
     progress: Progress | None = None,
-    revision: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ConvertReport:
     """Write a quantized checkpoint in another layout, code for code, or dequantized.
@@ -72,15 +92,9 @@ def convert_checkpoint(
     Args:
         source: A folder or a model of the hub, in any layout that `layouts.describe` reads.
         destination: A folder that does not exist yet, in one that does.
-        layout: A name of `layouts.TARGETS`.
-        dequantize: Write decoded weights in place of codes and scales.
-        dtype: With `dequantize`: "bfloat16", "float16" or "float32"; by default that of config.json.
-        allow_rounding: Round the reciprocals of global scales of NVFP4, which some layouts store, where float32 cannot
-            hold them exactly.
-        overwrite: Replace an existing destination, at the end.
-        workers: Threads; by default one per core that this process may use, at most 8.
+        layout: A name of `layouts.TARGETS`; None with `options.dequantize`.
+        options: Whether to dequantize, and all else; `ConvertOptions` describes them.
         progress: Called from this thread as work completes.
-        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
         announce: Called before anything is written with each note on engines that will answer wrongly.
 
     Returns:
@@ -95,29 +109,29 @@ def convert_checkpoint(
         StorageError: The system refused to read or write; the work folder stays, and the same call continues.
     """
     started = time.perf_counter()
-    if (layout is None) != dequantize:
+    if (layout is None) != options.dequantize:
         raise UsageError("give either a layout to convert to, or dequantize")
-    if dtype is not None and not dequantize:
+    if options.dtype is not None and not options.dequantize:
         raise UsageError("dtype needs dequantize: codes and scales keep their formats")
-    threads = processors.workers(workers)
-    with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
+    threads = processors.workers(options.workers)
+    with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
         if layout is None:
-            plan = make_dequantize_plan(checkpoint, dtype)
+            plan = make_dequantize_plan(checkpoint, options.dtype)
         else:
-            plan = make_layout_plan(checkpoint, layout, allow_rounding=allow_rounding)
+            plan = make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
         engines = check_output(checkpoint, plan, MODEL)
         verdicts = engine_verdicts(engines)
         warnings = tuple(warnings_of(verdicts))
         if announce is not None:
             for warning in warnings:
                 announce(warning)
-        options = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
+        facts = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
         with CheckpointWriter(
             destination,
-            fingerprint=fingerprint(checkpoint, options),
+            fingerprint=fingerprint(checkpoint, facts),
             total_bytes=plan.output_bytes,
-            overwrite=overwrite,
+            overwrite=options.overwrite,
             check_record=record_check(TENSOR_ROW),
         ) as writer:
             with worker_pool(threads, writer) as pool:

@@ -24,13 +24,12 @@ from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, 
 from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
-from minifloat.calibration.own_text import WriteCopy
-from minifloat.calibration.session import load_texts
 from minifloat.calibration.whole import check_data
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError, UsageError
+from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.rounding.fold_sample import FoldSample
 from minifloat.quantize.rounding.inputs import largest_inputs
 from minifloat.quantize.rounding.saved import (
@@ -61,7 +60,6 @@ def save_hessians(
     folder: Path,
     options: CalibrateOptions,
     *,
-    write_copy: WriteCopy | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> SavedHessians:
@@ -70,14 +68,8 @@ def save_hessians(
     A call whose result is there already returns it; an interrupted one is continued by the same call.
     """
     with open_source(model, options) as checkpoint:
-        data = load_texts(
-            checkpoint,
-            sources,
-            options,
-            own_text_file=options.own_text_file,
-            write_copy=write_copy,
-            device=options.device,
-            progress=progress,
+        data = prepare_texts(
+            checkpoint, sources, options, options.own_text_file, device=options.device, progress=progress
         )
         if not options.held_out:
             raise DataError("Hessians need held-out text, on which codes are judged: give --held-out above 0")

@@ -18,6 +18,7 @@ from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.verdict import Tolerance
 from minifloat.model.runtime.load import load
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 MakeModel = Callable[..., Path]
 
@@ -157,8 +158,10 @@ def test_damage_alone_and_without_equals_that_of_checkpoints_quantized_according
 ) -> None:
     module = "model.layers.1.mlp.down_proj"
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    quantize_checkpoint(llama_folder, tmp_path / "without", "mxfp4", overrides=[f"{module}=bf16"])
-    quantize_checkpoint(llama_folder, tmp_path / "alone", "mxfp4", overrides=[".=bf16", f"{module}=mxfp4"])
+    quantize_checkpoint(llama_folder, tmp_path / "without", "mxfp4", QuantizeOptions(overrides=[f"{module}=bf16"]))
+    quantize_checkpoint(
+        llama_folder, tmp_path / "alone", "mxfp4", QuantizeOptions(overrides=[".=bf16", f"{module}=mxfp4"])
+    )
     result = attributed(llama_folder, tmp_path / "q")
     row = next(row for row in result.rows if row.module == module)
     baseline, alone, without = (

@@ -24,6 +24,7 @@ from minifloat.evaluate.compare.verdict import Tolerance
 from minifloat.model.architecture.groups import expert_group, fused_group
 from minifloat.model.layouts import describe
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
 
 MakeModel = Callable[..., Path]
 
@@ -79,7 +80,7 @@ def test_a_checkpoint_quantized_as_suggested_has_the_measured_distance(
     before = figures(plain, tmp_path / "q")
     found = suggested(plain, tmp_path / "q", max_kl=share * before[0])
     assert found is not None
-    quantize_checkpoint(plain, tmp_path / "better", scheme, overrides=found.overrides)
+    quantize_checkpoint(plain, tmp_path / "better", scheme, QuantizeOptions(overrides=found.overrides))
     after = figures(plain, tmp_path / "better")
     assert (found.kl_before, found.ppl_increase_before, found.same_top1_before) == pytest.approx(before, rel=1e-4)
     assert (found.kl_after, found.ppl_increase_after, found.same_top1_after) == pytest.approx(after, rel=1e-4)
@@ -221,7 +222,7 @@ def test_the_verdict_on_a_suggestion_is_that_of_a_checkpoint_quantized_as_sugges
     found = with_attribution.suggestion
     assert found is not None
     assert found.verdict is not None
-    quantize_checkpoint(llama_folder, tmp_path / "better", "mxfp4", overrides=found.overrides)
+    quantize_checkpoint(llama_folder, tmp_path / "better", "mxfp4", QuantizeOptions(overrides=found.overrides))
     expected = compare_models(llama_folder, tmp_path / "better", **options).candidates[0].verdict
     assert found.verdict.outcome is expected.outcome
     for check, other in zip(found.verdict.checks, expected.checks, strict=True):

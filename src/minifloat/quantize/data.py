@@ -1,0 +1,127 @@
+"""The data that codes are chosen with, as the caller gives it, and what was made with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minifloat.calibration.data import Source, SourceLike
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.options import TextOptions
+from minifloat.calibration.result import Calibration
+from minifloat.calibration.rules import DEFAULT_RULE
+from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import UsageError
+from minifloat.model.plan.overrides import Override
+from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.rounding.budget.search import WithinBudget
+from minifloat.quantize.rounding.methods import get_method
+from minifloat.quantize.rounding.options import DEFAULT_ROUNDING, RoundingOptions
+from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.source_gain import SourceGain
+
+#: Text that rounding takes by default: 64 Ki tokens, and a tenth more that is held out.
+DEFAULT_TEXT = TextOptions(samples=284, seq_len=256, held_out=0.1)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Text or stored Hessians, and how codes are chosen with them.
+
+    Attributes:
+        sources: Files, folders or data sets, or ``"self"`` for text that the model itself writes.
+        text: How text becomes sequences. The held-out part must not be empty.
+        rounding: Method, folding, device.
+        hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
+            ``"gptq"``.
+    """
+
+    sources: Sequence[SourceLike] = ()
+    text: TextOptions = DEFAULT_TEXT
+    rounding: RoundingOptions = DEFAULT_ROUNDING
+    hessians: Path | None = None
+
+    @classmethod
+    def of(cls, data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None) -> DataOptions | None:
+        """Return the options that the arguments `data` and `method` of `quantize_checkpoint` stand for.
+
+        Raises:
+            UnknownNameError: There is no such method.
+            UsageError: The method needs data and there is none, or `data` names a method itself.
+        """
+        chosen = None if method is None else get_method(method)
+        if isinstance(data, DataOptions):
+            if chosen is not None:
+                raise UsageError("give the method either in `data` or as `method`, not in both")
+            return data
+        if data is None or (not isinstance(data, str | os.PathLike | Source) and not data):
+            if chosen is not None and chosen.needs_data:
+                raise UsageError(
+                    f"the method {chosen.name} needs text: give --data FILE, or --data self for text that the model "
+                    "writes itself"
+                )
+            return None
+        sources = [data] if isinstance(data, str | os.PathLike | Source) else list(data)
+        return cls(sources, rounding=DEFAULT_ROUNDING if chosen is None else RoundingOptions(method=chosen))
+
+
+@dataclass(frozen=True)
+class RoundedOutput:
+    """The output tensors that were made with data."""
+
+    model: RoundedModel
+    recipe: dict[str, Any]
+    notes: tuple[str, ...]
+    within: WithinBudget | None = None
+    by_source: tuple[SourceGain, ...] = ()
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of most weights, as a budget chose it."""
+        assert self.within is not None
+        return self.within.plan.scheme
+
+    @property
+    def overrides(self) -> list[Override]:
+        """The overrides for all other weights, as a budget chose them."""
+        assert self.within is not None
+        return list(self.within.plan.overrides)
+
+    def calibration(self, checkpoint: Checkpoint) -> Calibration | None:
+        """Return the ranges of inputs, keys and values as calibration by the rule ``max``; None if none were recorded.
+
+        The whole text counts as one sequence.
+        """
+        if not self.model.inputs and not self.model.kv:
+            return None
+        inputs = {
+            row["module"]: ModuleStats(
+                np.array([row["amax"] if row["tokens"] else 0.0], np.float32), np.array([row["tokens"]], np.int64)
+            )
+            for row in self.model.inputs
+        }
+        kv = {
+            row["module"]: KVStats(np.array([row["k"]], np.float32), np.array([row["v"]], np.float32))
+            for row in self.model.kv
+        }
+        tokens = int(self.recipe["tokens"])
+        stats = ActivationStats(ModelIdentity.of(checkpoint), 1, tokens, self.recipe["data"], inputs, kv)
+        return Calibration(stats, DEFAULT_RULE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return method, text and errors as JSON values."""
+        weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
+        tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
+        budget = {} if self.within is None else {"budget": self.within.to_dict()}
+        held_out = {
+            **self.model.held_out,
+            **({"by_source": [asdict(g) for g in self.by_source]} if self.by_source else {}),
+        }
+        rest = {"held_out": held_out, "folds": self.model.folds, "weights": weights}
+        return {**self.recipe, **budget, **tuned, **rest}

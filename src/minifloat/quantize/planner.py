@@ -1,0 +1,266 @@
+"""What `quantize` is going to write: the source, its plan in a scheme, static scales, and the engines that load it.
+
+The run and the dry run share it. `quantize` does not refuse a scheme that only minifloat loads. It says so first, and
+names a scheme that others load. A scheme that the caller did not choose is replaced by that one. Only headers are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minifloat.calibration.result import Calibration
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import is_hub_id, model_folder
+from minifloat.checkpoint.rewrite import refuse_inside
+from minifloat.checkpoint.writer import CheckpointWriter
+from minifloat.deploy.check.deployment import Reports, check_everywhere
+from minifloat.deploy.check.document import MODEL
+from minifloat.deploy.check.engine_verdict import (
+    EngineVerdict,
+    engine_verdicts,
+    others_that_load,
+    short_name,
+    verdicts_of,
+)
+from minifloat.deploy.check.judge import CheckReport, judge
+from minifloat.deploy.check.subject import Case, Subject
+from minifloat.deploy.check.target import Target
+from minifloat.errors import TensorError, UsageError
+from minifloat.kernels import processors
+from minifloat.model.layouts import choose_writer, get_writer
+from minifloat.model.layouts.contradictions import refuse_contradictions
+from minifloat.model.layouts.plain_view import plain_view
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.quantization import make_plan
+from minifloat.model.plan.share import require_share
+from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, get_scheme
+from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.provenance import describe_recipe
+from minifloat.quantize.quantized_source import with_dequantized_copies
+from minifloat.quantize.static_scales import ActivationReport, apply_calibration
+from minifloat.quantize.stream import Caster
+
+if TYPE_CHECKING:  # it imports torch, which only a run with data needs
+    from minifloat.quantize.data import RoundedOutput
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All that is known before the first tensor is written.
+
+    Attributes:
+        calibration: Activation statistics, the caller's or those of the text that codes were chosen with.
+        rounded: The output tensors that were made with data; None: there are none.
+        engine_notes: Sentences on engines that will not load the output, for the user to read first.
+        scale_notes: Sentences on static scales.
+    """
+
+    planner: Planner
+    plan: QuantizationPlan
+    calibration: Calibration | None
+    activations: tuple[ActivationReport, ...]
+    rounded: RoundedOutput | None
+    engines: Reports
+    verdicts: tuple[EngineVerdict, ...]
+    engine_notes: tuple[str, ...]
+    scale_notes: tuple[str, ...]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The source, or the plain model that a quantized source stands for."""
+        return self.planner.checkpoint
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The arguments that determine the output, as JSON values."""
+        rounding = None if self.rounded is None else self.rounded.recipe
+        from_quantized = self.planner.options.from_quantized
+        return describe_recipe(self.plan, self.calibration, rounding, from_quantized=from_quantized)
+
+
+@contextmanager
+def planned_source(
+    source: str | os.PathLike[str], destination: str | os.PathLike[str], options: QuantizeOptions
+) -> Iterator[Planner]:
+    """Open a source, and yield what plans its output; options that no source can have are refused before."""
+    if options.layout is not None:
+        get_writer(options.layout)
+    if options.base_model is not None and not is_hub_id(options.base_model):
+        raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {options.base_model!r}")
+    overrides, caster = options.parsed_overrides(), Caster.of(options.device, options.impl)
+    processors.workers(options.workers)
+    with Checkpoint.open(model_folder(source, revision=options.revision)) as stored:
+        checkpoint = plain_view(stored) if options.from_quantized else stored
+        refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
+        refuse_inside(checkpoint.path, Path(destination))
+        CheckpointWriter.check_destination(Path(destination), overwrite=options.overwrite)
+        yield Planner(stored, checkpoint, options, overrides, caster)
+
+
+class Planner:
+    """Plans the output of one source, and judges schemes by the engines that would load it."""
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        checkpoint: Checkpoint,
+        options: QuantizeOptions,
+        overrides: Sequence[Override],
+        caster: Caster,
+    ) -> None:
+        self.stored, self.checkpoint, self.options, self.caster = stored, checkpoint, options, caster
+        self.overrides = list(overrides)
+        self._plans: dict[Scheme, QuantizationPlan] = {}
+        self._target = None if options.target is None else Target.parse(options.target)
+
+    def plan(self, scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
+        """Return the plan of a scheme with overrides."""
+        layout = choose_writer(self.options.layout, self.checkpoint.config, scheme)
+        plan = make_plan(self.checkpoint, scheme, layout, overrides, mtp=self.options.mtp)
+        if not self.options.allow_partial:
+            require_share(plan)
+        return with_dequantized_copies(plan, self.checkpoint)
+
+    def with_overrides(self, overrides: Sequence[Override]) -> Planner:
+        """Return the planner of the same source with other overrides."""
+        return Planner(self.stored, self.checkpoint, self.options, overrides, self.caster)
+
+    def chosen(self, scheme: Scheme | None) -> tuple[QuantizationPlan, tuple[str, ...]]:
+        """Return the plan of a scheme; None: of the default one, or of one that loads, with a note on that choice."""
+        notes: tuple[str, ...] = ()
+        if scheme is None:
+            scheme, notes = self._default(get_scheme(DEFAULT_SCHEME))
+        plan = self._plan(scheme)
+        self.caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
+        return plan, notes
+
+    def run(
+        self,
+        plan: QuantizationPlan,
+        notes: Sequence[str] = (),
+        calibration: Calibration | None = None,
+        rounded: RoundedOutput | None = None,
+        *,
+        calibrates: bool = False,
+    ) -> PlannedRun:
+        """Return the run that writes a plan; with `calibrates` without the static scales, which do not exist yet."""
+        activations: tuple[ActivationReport, ...] = ()
+        scale_notes: tuple[str, ...] = ()
+        if calibration is not None or not calibrates:
+            plan, activations, scale_notes = apply_calibration(
+                plan, self.checkpoint, calibration, kv_cache=self.options.kv_cache
+            )
+        engines = check_everywhere(Subject.of_plan(self.checkpoint, plan), MODEL)
+        verdicts = engine_verdicts(engines)
+        engine_notes = (*notes, *self._notes(plan, verdicts))
+        return PlannedRun(self, plan, calibration, activations, rounded, engines, verdicts, engine_notes, scale_notes)
+
+    def _plan(self, scheme: Scheme) -> QuantizationPlan:
+        """Return the plan of a scheme with the overrides of the run, made once."""
+        if scheme not in self._plans:
+            self._plans[scheme] = self.plan(scheme, self.overrides)
+        return self._plans[scheme]
+
+    def _default(self, scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
+        """Return the default scheme, or one that loads where the default does not, with a note on that choice."""
+        plan = self._plan(scheme)
+        if self._loads(plan):
+            return scheme, ()
+        other = self._alternative(scheme)
+        if other is None:
+            return scheme, ()
+        why = self._why_not(plan)
+        return other, (
+            f"The scheme is {other.name}, which loads {self._names(other)}: of this model the default {scheme.name} "
+            f"loads {self._nowhere} ({why}). --scheme {scheme.name} chooses it nevertheless.",
+        )
+
+    def _notes(self, plan: QuantizationPlan, verdicts: tuple[EngineVerdict, ...]) -> Iterator[str]:
+        """Yield a note on a plan that only minifloat loads, and one on the target."""
+        if self._target is not None:
+            report = self._report(plan, self._target)
+            try:
+                degradations = report.require_loadable()
+            except UsageError as error:
+                other = self._alternative(plan.scheme)
+                raise UsageError(f"{error}{self._advice(other)}") from None
+            computes = "; ".join(f"{kind.value} with {kernel.name}" for kind, kernel in report.kernels)
+            yield f"{self._target}: {report.verdict.value} as {plan.scheme.name}{f' ({computes})' if computes else ''}."
+            yield from degradations
+        elif plan.modules and not others_that_load(verdicts):
+            yield (
+                f"No engine but minifloat loads {plan.scheme.name} of this model ({self._why_not(plan)})"
+                f"{self._advice(self._alternative(plan.scheme))}."
+            )
+
+    @property
+    def _nowhere(self) -> str:
+        return "in no engine but minifloat" if self._target is None else f"not on {self._target}"
+
+    def _report(self, plan: QuantizationPlan, target: Target) -> CheckReport:
+        subject = Subject.of_plan(self.checkpoint, plan)
+        return judge(str(self.checkpoint.path), plan.scheme.name, Case(subject, target))
+
+    def _verdicts(self, plan: QuantizationPlan) -> tuple[EngineVerdict, ...]:
+        return verdicts_of(Subject.of_plan(self.checkpoint, plan))
+
+    def _loads(self, plan: QuantizationPlan) -> bool:
+        if self._target is not None:
+            return not self._report(plan, self._target).failures
+        return bool(others_that_load(self._verdicts(plan)))
+
+    def _why_not(self, plan: QuantizationPlan) -> str:
+        if self._target is not None:
+            return next(finding.problem for finding in self._report(plan, self._target).failures)
+        verdict = next(verdict for verdict in self._verdicts(plan) if verdict.problem)
+        return f"{short_name(verdict.engine)}: {verdict.problem}"
+
+    def _alternative(self, scheme: Scheme) -> Scheme | None:
+        """Return the scheme of the same elements that most engines load, or that the target loads; None: none.
+
+        Schemes that need calibration are left out. Those that quantize inputs as `scheme` does come first.
+        """
+        best, most = None, 0
+        for other in _candidates(scheme):
+            try:
+                plan = self._plan(other)
+            except (TensorError, UsageError):
+                continue
+            if self._target is not None:
+                if self._loads(plan):
+                    return other
+                continue
+            count = len(others_that_load(self._verdicts(plan)))
+            if count > most:
+                best, most = other, count
+        return best
+
+    def _names(self, scheme: Scheme) -> str:
+        if self._target is not None:
+            return f"on {self._target}"
+        verdicts = self._verdicts(self._plan(scheme))
+        return f"in {', '.join(short_name(engine) for engine in others_that_load(verdicts))}"
+
+    def _advice(self, other: Scheme | None) -> str:
+        if other is None:
+            return ", and no other scheme with these elements does better"
+        return f"; --scheme {other.name} loads {self._names(other)}"
+
+
+def _candidates(scheme: Scheme) -> list[Scheme]:
+    """Return the other schemes with the same elements and without calibrated scales, those like `scheme` first."""
+    others = [
+        other
+        for other in SCHEMES.values()
+        if other != scheme
+        and other.weight.element is scheme.weight.element
+        and (other.activation is None or not other.activation.needs_calibration)
+    ]
+    inputs = None if scheme.activation is None else scheme.activation.element
+    return sorted(others, key=lambda other: (None if other.activation is None else other.activation.element) != inputs)
