@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from minifloat.calibration.observe import Observer
 from minifloat.kernels import native
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 
 KINDS = {
     "max": {},
@@ -41,7 +41,7 @@ def main(checkpoint: Path, seq_len: int, rounds: int, device: str, threads: int)
     """Measure the cost of observing the activations of CHECKPOINT."""
     if threads:
         torch.set_num_threads(threads)
-    model = load(checkpoint, device=device)
+    model = load(checkpoint, LoadOptions(device=device))
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, seq_len), device=device)
     observers = {name: Observer(model, **options) for name, options in KINDS.items()}
     times: dict[str, list[float]] = {name: [] for name in ("plain", *KINDS)}

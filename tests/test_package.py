@@ -44,13 +44,6 @@ def test_public_functions_name_the_types_of_their_keyword_arguments() -> None:
     assert untyped == []
 
 
-def test_the_keyword_types_have_the_names_of_the_options_and_their_types() -> None:
-    from minifloat.model.runtime.load import LoadKeywords
-
-    load = inspect.signature(minifloat.load).parameters
-    assert LoadKeywords.__annotations__.keys() == load.keys() - {"path", "revision"}
-
-
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, minifloat\n"

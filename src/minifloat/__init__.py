@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions, Tolerance, compare_models
     from minifloat.evaluate.compare.served import compare_served
     from minifloat.model.layouts.inspection import Inspection, inspect_checkpoint
-    from minifloat.model.runtime.load import load
+    from minifloat.model.runtime.load import LoadOptions, load
     from minifloat.numerics.scheme import SCHEMES, Scheme
     from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
     from minifloat.quantize.convert import ConvertOptions, ConvertReport, convert_checkpoint
@@ -86,6 +86,7 @@ _EXPORTS = {
     "EngineOptions": "minifloat.engine",
     "GainsReport": "minifloat.evaluate.bench",
     "Inspection": "minifloat.model.layouts.inspection",
+    "LoadOptions": "minifloat.model.runtime.load",
     "MinifloatError": "minifloat.errors",
     "ModelPlan": "minifloat.deploy.estimate",
     "PlanOptions": "minifloat.deploy.estimate",
@@ -145,6 +146,7 @@ __all__ = [
     "EngineOptions",
     "GainsReport",
     "Inspection",
+    "LoadOptions",
     "MinifloatError",
     "ModelPlan",
     "PlanOptions",

@@ -19,7 +19,7 @@ from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.scales import kv_scales
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.numerics.formats import E4M3
 
@@ -93,7 +93,7 @@ def calibrated(folder: Path, ids: torch.Tensor) -> Scales:
 
 
 def test_on_a_real_model_calibrated_scales_add_nothing_to_the_error_of_the_format() -> None:
-    model = load(EXAMPLE, dtype=torch.float32)
+    model = load(EXAMPLE, LoadOptions(dtype=torch.float32))
     seen, new = (
         load_tokenizer(EXAMPLE)(path.read_text(), return_tensors="pt").input_ids[0, : 8 * 128].reshape(8, 128)
         for path in TEXTS
@@ -109,7 +109,7 @@ def test_where_keys_and_values_are_far_from_one_calibration_beats_a_scale_of_one
 ) -> None:
     folder = make_llama(tmp_path / "llama", dtype="float32")
     scale_projections(folder, factor)
-    model = load(folder, dtype=torch.float32)
+    model = load(folder, LoadOptions(dtype=torch.float32))
     generator = torch.Generator().manual_seed(1)
     seen, new = torch.randint(0, 256, (2, 4, 64), generator=generator)
     scales = calibrated(folder, seen)

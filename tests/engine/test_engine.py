@@ -22,7 +22,7 @@ from minifloat.errors import ContextLengthError, UsageError
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
 from minifloat.model.runtime.kv_scales import kv_scales
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.numerics.granularity import TENSOR
 from minifloat.quantize.job import quantize_checkpoint
@@ -59,7 +59,7 @@ def expected(
     folder: Path, prompts: list[tuple[int, ...]], length: int = LENGTH, lm_head: str = "bf16"
 ) -> list[list[int]]:
     """What transformers generates, one prompt at a time, in float32."""
-    model: Any = load(folder, dtype=torch.float32, weight_only=True, impl="reference", lm_head=lm_head)
+    model: Any = load(folder, LoadOptions(dtype=torch.float32, weight_only=True, impl="reference", lm_head=lm_head))
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

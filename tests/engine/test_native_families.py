@@ -23,7 +23,7 @@ from minifloat.kernels.decoder import IMPLEMENTATIONS, Decoder
 from minifloat.model.architecture.decoder import NATIVE, NotNative, decoder_layout
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.quantize.job import quantize_checkpoint
@@ -270,7 +270,7 @@ def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name
         quantize_checkpoint(folder, tmp_path / "q", scheme)
     engine = Engine(tmp_path / "q", EngineOptions(dtype="float32", lm_head="bf16"))
     assert engine.info.runner == "native", engine.info.reason_not_native
-    reference = load(tmp_path / "q", dtype=torch.float32, weight_only=True, impl="reference")
+    reference = load(tmp_path / "q", LoadOptions(dtype=torch.float32, weight_only=True, impl="reference"))
     answers = [greedy(reference, tokens, COUNT) for tokens in PROMPTS]
     assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
 

@@ -26,7 +26,7 @@ from minifloat.engine import (
 from minifloat.engine.sampling import NonFiniteLogits
 from minifloat.engine.scoring import score
 from minifloat.errors import ContextLengthError, UsageError
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 
 RUNNERS = ["native", "device", "transformers"]
 ALTERNATIVES = 3
@@ -69,7 +69,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[torch.Tensor]:
     """Of each prompt ``[tokens, vocab]``: what transformers says of the token after each."""
-    model: Any = load(folder, dtype=torch.float32, impl="reference")
+    model: Any = load(folder, LoadOptions(dtype=torch.float32, impl="reference"))
     with torch.inference_mode():
         return [model(torch.tensor([prompt])).logits[0].log_softmax(-1) for prompt in prompts]
 

@@ -68,7 +68,7 @@ def test_characters_come_whole_and_the_pieces_are_the_text(llama_folder: Path, d
 
 
 def _byte_tokens(tokenizer: object) -> dict[int, int]:
-    from minifloat.model.runtime.tokens import _byte_alphabet
+    from minifloat.model.runtime.tokenizer import _byte_alphabet
 
     return {byte: tokenizer.convert_tokens_to_ids(character) for character, byte in _byte_alphabet().items()}  # type: ignore[attr-defined]
 

@@ -18,7 +18,7 @@ from vllm_cases import STORIES, STORYBOOK, calibrated
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.layouts import describe, read_weight
 from minifloat.model.layouts.inspection import inspect_checkpoint
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
@@ -92,7 +92,7 @@ def test_logits_of_llm_compressors_checkpoints_are_those_of_its_decoded_weights(
     model = AutoModelForCausalLM.from_pretrained(STORYBOOK, dtype=torch.float32)
     for module, weight in load_file(exchange.folder / f"{scheme}.weights").items():
         model.get_submodule(module).weight.data = weight
-    ours = load(exchange.folder / scheme, dtype=torch.float32, weight_only=True)
+    ours = load(exchange.folder / scheme, LoadOptions(dtype=torch.float32, weight_only=True))
     with torch.inference_mode():
         expected, found = (loaded(torch.tensor(exchange.tokens)).logits for loaded in (model, ours))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
@@ -126,7 +126,7 @@ def test_our_checkpoints_are_the_same_model_in_llm_compressors_environment(schem
             torch.testing.assert_close(theirs[module], wanted, rtol=ROUNDED, atol=0, msg=module)
     inputs_too = SCHEMES[scheme].activation is not None
     noise = Noise.of(exchange.folder / scheme, exchange.tokens, inputs_too=inputs_too)
-    exact = load(exchange.folder / scheme, dtype=torch.float32, weight_only=True)
+    exact = load(exchange.folder / scheme, LoadOptions(dtype=torch.float32, weight_only=True))
     with torch.inference_mode():
         wanted = exact(torch.tensor(exchange.tokens)).logits.log_softmax(-1)
     likely = wanted.topk(20).indices

@@ -15,7 +15,7 @@ from served import Served, free_port, served, start, vllm_options
 from tools import has_amx
 from vllm_cases import CASES, STORIES, STORYBOOK
 
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
@@ -87,7 +87,9 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_our_own_server(pair: P
 def test_the_noise_of_bf16_does_not_cover_the_rounding_of_weights_to_fp8(make: Callable[[str], Path]) -> None:
     """Show that the comparison of two servers can fail."""
     asked = prompts(STORYBOOK)
-    exact, rounded = (load(make(name), dtype=torch.float32, weight_only=True) for name in ("bf16", "fp8-dynamic"))
+    exact, rounded = (
+        load(make(name), LoadOptions(dtype=torch.float32, weight_only=True)) for name in ("bf16", "fp8-dynamic")
+    )
     with torch.inference_mode():
         one, other = (model(torch.tensor(asked)).logits.log_softmax(-1) for model in (exact, rounded))
     likely = one.topk(20).indices

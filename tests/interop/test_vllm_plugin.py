@@ -16,7 +16,7 @@ from vllm_run import PROMPTS, answers_of
 
 from minifloat.deploy.check import vllm_plugin
 from minifloat.kernels import native
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_our_engine(
     name: str, folders: Mapping[str, Path], answers: Mapping[str, Any]
 ) -> None:
     """Where vLLM takes another token than our float32, the two are nearly equally probable."""
-    model = load(folders[name], dtype=torch.float32, weight_only=True)
+    model = load(folders[name], LoadOptions(dtype=torch.float32, weight_only=True))
     for answer in answers_of(answers[name]):
         tokens = torch.tensor([[*answer.prompt, *answer.tokens]])
         with torch.inference_mode():

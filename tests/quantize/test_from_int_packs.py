@@ -89,7 +89,7 @@ def test_load_and_transformers_compute_the_same_logits(name: str, tmp_path: Path
     write_packed(tmp_path / "model", **ARGS[name])
     ids = torch.arange(3, 11)[None]
     with torch.no_grad():
-        ours = minifloat.load(tmp_path / "model", dtype=torch.float32)(ids).logits[0]
+        ours = minifloat.load(tmp_path / "model", minifloat.LoadOptions(dtype=torch.float32))(ids).logits[0]
     convert_checkpoint(tmp_path / "model", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
     plain = transformers_logits(tmp_path / "plain", ids)
     torch.testing.assert_close(ours, plain, rtol=0, atol=2e-5 * float(plain.abs().max()))

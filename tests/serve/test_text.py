@@ -17,7 +17,7 @@ from minifloat.commands.main import main
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.detokenize import Detokenizer
 from minifloat.errors import CheckpointError, UsageError
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.text import generate, open_text_model
@@ -27,7 +27,7 @@ PROMPT = "Once upon"
 
 @pytest.fixture(scope="module")
 def model(llama_folder: Path) -> PreTrainedModel:
-    return load(llama_folder, dtype=torch.float32)
+    return load(llama_folder, LoadOptions(dtype=torch.float32))
 
 
 def force(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 
 #: Allowed distance of another engine from float32, in distances of minifloat's BF16.
 _ALLOWED_RATIO = 1.5
@@ -43,8 +43,8 @@ class Reference:
     """A checkpoint in minifloat, in float32 and in BF16."""
 
     def __init__(self, folder: Path, *, weight_only: bool = False) -> None:
-        self._exact = load(folder, dtype=torch.float32, weight_only=weight_only)
-        self._rounded = load(folder, dtype=torch.bfloat16, weight_only=weight_only)
+        self._exact = load(folder, LoadOptions(dtype=torch.float32, weight_only=weight_only))
+        self._rounded = load(folder, LoadOptions(dtype=torch.bfloat16, weight_only=weight_only))
 
     def distance(self, answers: Sequence[Answer]) -> tuple[float, float]:
         """Return two root mean square differences of log-probabilities: theirs to float32, and our BF16 to float32."""
@@ -99,8 +99,8 @@ class Noise:
             prompts: Token ids of the prompts.
             inputs_too: Whether one of the engines quantizes the inputs of linears and the other does not.
         """
-        exact = load(folder, dtype=torch.float32, weight_only=True)
-        rounded = load(folder, dtype=torch.bfloat16, weight_only=not inputs_too)
+        exact = load(folder, LoadOptions(dtype=torch.float32, weight_only=True))
+        rounded = load(folder, LoadOptions(dtype=torch.bfloat16, weight_only=not inputs_too))
         errors = []
         for prompt in prompts:
             expected, actual = (_logprobs(model, torch.tensor([list(prompt)])) for model in (exact, rounded))

@@ -19,9 +19,11 @@ from minifloat.errors import ConfigError, UsageError
 from minifloat.kernels.pack import PackedWeight
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.transformers import quantizer
+
+IN_FLOAT32 = LoadOptions(dtype=torch.float32)
 
 minifloat.transformers.unregister()  # the import registers; tests of other modules need transformers as it is
 
@@ -54,7 +56,7 @@ def quantized(model: Any) -> list[QuantizedLinear]:
 def test_logits_are_those_of_load(scheme: str, make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen2", hidden_size=128, intermediate_size=128)  # q, k and v have biases
     quantize_checkpoint(folder, tmp_path / "q", scheme)
-    model, expected = from_pretrained(tmp_path / "q"), load(tmp_path / "q", dtype=torch.float32)
+    model, expected = from_pretrained(tmp_path / "q"), load(tmp_path / "q", IN_FLOAT32)
     torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=0)
     assert len(quantized(model)) == len(quantized(expected)) == 14
     assert all(isinstance(module.held, PackedWeight) for module in quantized(model))
@@ -68,7 +70,7 @@ def test_experts_stay_quantized(family: str, make_model: MakeModel, tmp_path: Pa
     quantize_checkpoint(folder, tmp_path / "q", "mxfp4")
     model = from_pretrained(tmp_path / "q")
     assert any(isinstance(module, QuantizedExperts) for module in model.modules())
-    torch.testing.assert_close(logits(model), logits(load(tmp_path / "q", dtype=torch.float32)), rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), logits(load(tmp_path / "q", IN_FLOAT32)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto", {"": "cpu"}])
@@ -76,7 +78,7 @@ def test_generate_and_pipelines_work(device_map: Any, llama_folder: Path, tmp_pa
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
     model = from_pretrained(tmp_path / "q", device_map=device_map)
     assert quantized(model)
-    expected = load(tmp_path / "q", dtype=torch.float32).generate(IDS, max_new_tokens=8, do_sample=False)
+    expected = load(tmp_path / "q", IN_FLOAT32).generate(IDS, max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), expected)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "q")
     text = pipeline("text-generation", model=model, tokenizer=tokenizer)("abc", max_new_tokens=4, do_sample=False)
@@ -110,7 +112,7 @@ def test_declared_inputs_are_quantized_unless_weights_alone_are_asked_for(llama_
     minifloat.transformers.register(weight_only=True)
     weights = logits(from_pretrained(tmp_path / "q"))
     assert not torch.allclose(declared, weights, atol=1e-5)
-    expected = logits(load(tmp_path / "q", dtype=torch.float32, weight_only=True))
+    expected = logits(load(tmp_path / "q", LoadOptions(dtype=torch.float32, weight_only=True)))
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 

@@ -22,7 +22,7 @@ from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
-from minifloat.model.layouts.plain_view import plain_view
+from minifloat.model.layouts.decoded import plain_view
 
 _LOG = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from minifloat.model.runtime.build import replace_forward
 from minifloat.model.runtime.experts import batches_experts
-from minifloat.model.runtime.forward import replace_forward
 
 #: Called with the expert's index, whether the input is that of the down projection, the input ``[n, K]``, and the index
 #: of each of its tokens, int64 ``[n]``. Returns the input to compute with instead, or None.

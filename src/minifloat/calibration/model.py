@@ -17,7 +17,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import config_dtype
-from minifloat.model.runtime.load import Loader, load_opened
+from minifloat.model.runtime.load import Loader, LoadOptions, load_opened
 
 
 class CalibrationModel:
@@ -42,7 +42,7 @@ class CalibrationModel:
     @cached_property
     def whole(self) -> PreTrainedModel:
         """The model with all of its weights, loaded at the first use."""
-        return load_opened(self.checkpoint, self.description, dtype=self._dtype, device=self._device)
+        return load_opened(self.checkpoint, self.description, LoadOptions(dtype=self._dtype, device=self._device))
 
     @cached_property
     def sites(self) -> Sites:
@@ -60,4 +60,4 @@ class CalibrationModel:
 
     def loader(self) -> Loader:
         """Return a loader whose model has no weights yet."""
-        return Loader(self.checkpoint, self.description, dtype=self._dtype, device=self._device)
+        return Loader(self.checkpoint, self.description, LoadOptions(dtype=self._dtype, device=self._device))

@@ -47,10 +47,8 @@ from minifloat.engine.speculation.verify import Choices
 from minifloat.engine.text import TextStream
 from minifloat.engine.token_texts import TokenTexts
 from minifloat.errors import ContextLengthError, UsageError
-from minifloat.model.runtime.devices import current, device_named
-from minifloat.model.runtime.heap import returned_when_freed
-from minifloat.model.runtime.tokenizer import serving_tokenizer
-from minifloat.model.runtime.tokens import end_tokens
+from minifloat.model.runtime.devices import current, device_named, returned_when_freed
+from minifloat.model.runtime.tokenizer import end_tokens, serving_tokenizer
 
 if TYPE_CHECKING:
     from minifloat.checkpoint import Checkpoint

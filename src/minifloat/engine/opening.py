@@ -38,10 +38,9 @@ from minifloat.model.architecture.decoder import NotNative, why_not_on_device
 from minifloat.model.architecture.multimodal import TEXT_ONLY, has_towers
 from minifloat.model.layouts import Description, describe
 from minifloat.model.layouts.inspection import inspect_opened
-from minifloat.model.runtime.activations import allows_int8
+from minifloat.model.runtime.config import read_generation
 from minifloat.model.runtime.devices import device_named
-from minifloat.model.runtime.generation_config import read_generation
-from minifloat.model.runtime.inputs import W8A8
+from minifloat.model.runtime.inputs import W8A8, allows_int8
 from minifloat.model.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
@@ -307,18 +306,20 @@ def _load_transformers(
         raise UsageError(f"the {options.runner} decoder does not cover this model: {reason}")
     # transformers' modelling code takes seconds to import, and the decoders do without it
     from minifloat.engine.transformers_runner import TransformersRunner
-    from minifloat.model.runtime.load import load_opened
+    from minifloat.model.runtime.load import LoadOptions, load_opened
 
     model = load_opened(
         checkpoint,
         description,
-        dtype=_dtype(options),
-        device=device,
-        weight_only=True,
-        impl=options.impl,
-        lm_head=options.lm_head,
-        activations="int8" if options.activations == "int8" else "bf16",
-        prefill=W8A8 if options.activations == "fp8" else None,
+        LoadOptions(
+            dtype=_dtype(options),
+            device=device,
+            weight_only=True,
+            impl=options.impl,
+            lm_head=options.lm_head,
+            activations="int8" if options.activations == "int8" else "bf16",
+            prefill=W8A8 if options.activations == "fp8" else None,
+        ),
     )
     if options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
         raise UsageError(f"kv_cache_dtype is the native decoder's, which does not run here: {reason}")

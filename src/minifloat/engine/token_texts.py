@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minifloat.engine.sampling import TokenChoice, TokenLogprob
-from minifloat.model.runtime.tokens import token_bytes
+from minifloat.model.runtime.tokenizer import token_bytes
 
 if TYPE_CHECKING:
     from minifloat.model.runtime.tokenizer import TextTokenizer

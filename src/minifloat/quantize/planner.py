@@ -34,7 +34,7 @@ from minifloat.errors import TensorError, UsageError
 from minifloat.kernels import processors
 from minifloat.model.layouts import choose_writer, get_writer
 from minifloat.model.layouts.contradictions import refuse_contradictions
-from minifloat.model.layouts.plain_view import plain_view
+from minifloat.model.layouts.decoded import plain_view
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.share import require_share

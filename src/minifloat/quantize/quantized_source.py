@@ -14,7 +14,7 @@ from minifloat.model.architecture.families import family_of
 from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_dtype
 from minifloat.model.layouts.inspection import format_name
 from minifloat.model.plan.tensor_plan import QuantizationPlan, module_name
-from minifloat.model.runtime.stored_experts import stored_fused_as
+from minifloat.model.runtime.engine_names import stored_fused_as
 from minifloat.quantize.report import COPIED_CODES, TensorReport
 
 

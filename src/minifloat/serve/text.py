@@ -107,15 +107,17 @@ def open_text_model(
                 f"deterministic: only the native decoder of the CPU has it; this model runs elsewhere ({place}); "
                 "--weight-only leaves out the quantized inputs that it declares"
             )
-        from minifloat.model.runtime.load import load_opened
+        from minifloat.model.runtime.load import LoadOptions, load_opened
 
         return load_opened(
             checkpoint,
             description,
-            device=place,
-            weight_only=weight_only,
-            lm_head=options.lm_head,
-            activations="bf16" if options.activations == "auto" else options.activations,
+            LoadOptions(
+                device=place,
+                weight_only=weight_only,
+                lm_head=options.lm_head,
+                activations="bf16" if options.activations == "auto" else options.activations,
+            ),
         )
 
 

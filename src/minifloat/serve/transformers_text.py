@@ -27,8 +27,7 @@ from minifloat.engine.detokenize import Detokenizer
 from minifloat.engine.sampling import SamplingParams, SamplingState, sample
 from minifloat.errors import UsageError
 from minifloat.model.architecture.full_config import position_limit
-from minifloat.model.runtime.tokenizer import load_tokenizer
-from minifloat.model.runtime.tokens import end_tokens
+from minifloat.model.runtime.tokenizer import end_tokens, load_tokenizer
 
 
 def transformers_pieces(model: PreTrainedModel, prompt: str, params: SamplingParams) -> Iterator[str]:

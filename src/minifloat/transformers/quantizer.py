@@ -24,7 +24,7 @@ from minifloat.errors import CheckpointError, MinifloatError, UsageError
 from minifloat.model.layouts import READERS, describe
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.load import load_opened
+from minifloat.model.runtime.load import LoadOptions, load_opened
 from minifloat.model.runtime.names import assign
 from minifloat.model.runtime.tensors import TORCH_DTYPES, StoredTensors
 
@@ -114,7 +114,9 @@ class MinifloatQuantizer(HfQuantizer):
             return self._theirs._process_model_after_weight_loading(model, **kwargs)
         assert self._source is not None, "`_take_out` has run"
         with Checkpoint.open(self._source) as checkpoint:
-            loaded = load_opened(checkpoint, describe(checkpoint), dtype=model.dtype, weight_only=self.weight_only)
+            options = LoadOptions(dtype=model.dtype, weight_only=self.weight_only)
+            options = LoadOptions(dtype=model.dtype, weight_only=self.weight_only)
+            loaded = load_opened(checkpoint, describe(checkpoint), options)
         for target in self._targets:
             path, _, leaf = target.rpartition(".")
             owner, found = model.get_submodule(path), loaded.get_submodule(path)

@@ -15,7 +15,7 @@ from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels.linear import scaled_mm
 from minifloat.model.runtime import linear
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 
 INTEROP = Path(__file__).parents[2] / "data" / "interop"
@@ -42,7 +42,7 @@ def scores(engine: Engine) -> Tensor:
 def simulated(folder: Path, **options: Any) -> Tensor:
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
-        logits = load(folder, dtype=torch.float32, impl="reference", **options)(ids).logits[0, :-1]
+        logits = load(folder, LoadOptions(dtype=torch.float32, impl="reference", **options))(ids).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
@@ -92,7 +92,7 @@ def test_linears_of_one_product_share_the_largest_static_scale(static: Path) -> 
     runner: Any = open_engine(static)._runner
     (qkv,) = runner._decoder.layers[0].qkv.weights
     with torch.inference_mode():
-        model = load(static, dtype=torch.float32)
+        model = load(static, LoadOptions(dtype=torch.float32))
     separate = [model.get_submodule(f"model.layers.0.self_attn.{part}_proj").input_scale for part in "qkv"]
     assert qkv.prefill.input_scale == max(separate)
 

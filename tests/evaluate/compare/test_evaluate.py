@@ -20,9 +20,11 @@ from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import calibrate
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.evaluate.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
+
+IN_FLOAT32 = LoadOptions(dtype=torch.float32)
 
 MakeModel = Callable[..., Path]
 
@@ -72,9 +74,7 @@ def test_kl_equals_torchs_kl(llama_folder: Path, make_llama: MakeModel, tmp_path
     result = compare_models(llama_folder, other, [text], window=128, max_tokens=100, dtype="float32")
     ids = torch.tensor([AutoTokenizer.from_pretrained(llama_folder)(TEXT, add_special_tokens=False).input_ids[:100]])
     with torch.no_grad():
-        p, q = (
-            load(f, dtype=torch.float32)(ids).logits[0, :-1].double().log_softmax(-1) for f in (llama_folder, other)
-        )
+        p, q = (load(f, IN_FLOAT32)(ids).logits[0, :-1].double().log_softmax(-1) for f in (llama_folder, other))
     kl = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
     overall = result.candidates[0].overall
     assert overall.kl_mean.value == pytest.approx(float(kl.mean()), rel=1e-6)
@@ -154,8 +154,8 @@ def test_fewer_bits_diverge_more(llama_folder: Path, tmp_path: Path, text: Path)
 def test_quantized_experts_add_no_difference_of_their_own(make_mixtral: MakeModel, tmp_path: Path, text: Path) -> None:
     plain = make_mixtral(tmp_path / "plain")
     quantize_checkpoint(plain, tmp_path / "q", "fp8", QuantizeOptions(overrides=["self_attn=bf16"]))
-    model = load(tmp_path / "q", dtype=torch.float32, impl="reference")
-    twin = load(plain, dtype=torch.float32)
+    model = load(tmp_path / "q", LoadOptions(dtype=torch.float32, impl="reference"))
+    twin = load(plain, IN_FLOAT32)
     for layer, mine in zip(model.model.layers, twin.model.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
             experts = getattr(layer.mlp.experts, name).experts
@@ -259,7 +259,7 @@ def test_a_tokenizer_that_begins_texts_with_bos_begins_every_window_with_it(
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(TEXT, add_special_tokens=False).input_ids[:96])
     windows = torch.cat([torch.full((3, 1), 256), ids.view(3, 32)], dim=1)
     with torch.no_grad():
-        loss = load(folder, dtype=torch.float32)(windows, labels=windows).loss
+        loss = load(folder, IN_FLOAT32)(windows, labels=windows).loss
     assert overall.baseline_perplexity == pytest.approx(math.exp(loss), rel=1e-5)
 
 

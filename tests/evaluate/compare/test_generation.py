@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.evaluate.compare.generation import Continuations, GreedyDivergence, generate_greedy, greedy_divergence
 from minifloat.evaluate.compare.kv_cache import kv_cache_factory
-from minifloat.model.runtime.load import load
-from minifloat.model.runtime.tokens import end_tokens
+from minifloat.model.runtime.load import LoadOptions, load
+from minifloat.model.runtime.tokenizer import end_tokens
 
 MakeModel = Callable[..., Path]
 
@@ -29,7 +29,7 @@ def prompts(count: int, length: int = 8) -> list[list[int]]:
 
 
 def opened(folder: Path) -> Any:
-    return load(folder, dtype=torch.float32)
+    return load(folder, LoadOptions(dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_model_without_end_tokens_generates_all_new_tokens(make_llama: MakeMod
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_never_diverges_from_itself(llama_folder: Path, tokenizer: Any, dtype: torch.dtype) -> None:
     given = prompts(20)
-    first, second = (generate_greedy(load(llama_folder, dtype=dtype), given, 40) for _ in range(2))
+    first, second = (generate_greedy(load(llama_folder, LoadOptions(dtype=dtype)), given, 40) for _ in range(2))
     result = greedy_divergence(tokenizer, given, first, second, 40)
     assert (result.parted, result.median, result.first_difference) == (0, None, (None,) * 20)
     assert result.identical_fraction.value == result.mean_prefix_match.value == 1

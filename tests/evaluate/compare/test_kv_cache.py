@@ -26,7 +26,7 @@ from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache, StepBatch, step
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
 from minifloat.model.runtime.kv_scales import KVScales, kv_scales
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.formats import E4M3
@@ -155,7 +155,7 @@ def test_the_logits_of_a_window_equal_those_of_the_native_decoder_with_an_fp8_ca
     make_model: MakeModel, tmp_path: Path, model_type: str, config: dict[str, Any]
 ) -> None:
     folder = make_model(tmp_path / "m", model_type, **config)
-    model = load(folder, dtype=torch.float32)
+    model = load(folder, LoadOptions(dtype=torch.float32))
     scales, tokens = scales_of(model), ids(1)
     found = model(input_ids=tokens, past_key_values=kv_cache_factory(model, scales)(), use_cache=True).logits[0]
     with Checkpoint.open(folder) as checkpoint:

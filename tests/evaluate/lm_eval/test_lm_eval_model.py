@@ -14,7 +14,7 @@ import torch
 
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.evaluate.lm_eval import NAME, register
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 
 pytest.importorskip("lm_eval")
@@ -41,7 +41,7 @@ def models(folder: Path) -> tuple[Any, Any]:
 
     register()
     theirs = get_model("hf")(
-        pretrained=load(folder, dtype=torch.float32, weight_only=True),
+        pretrained=load(folder, LoadOptions(dtype=torch.float32, weight_only=True)),
         tokenizer=str(folder),
         batch_size=4,
         max_length=LENGTH,

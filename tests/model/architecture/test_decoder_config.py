@@ -14,8 +14,7 @@ from minifloat.errors import ConfigError
 from minifloat.model.architecture.decoder import NATIVE
 from minifloat.model.architecture.decoder_config import DecoderConfig, read_decoder_config
 from minifloat.model.architecture.full_config import full_config
-from minifloat.model.runtime.config import read_generation_config
-from minifloat.model.runtime.generation_config import read_generation
+from minifloat.model.runtime.config import read_generation, read_generation_config
 
 COMMON: dict[str, Any] = {
     "architectures": ["SomeModel"],

@@ -10,8 +10,7 @@ import pytest
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.architecture.groups import expert_group, fused_group
 from minifloat.model.layouts import get_writer
-from minifloat.model.plan.override_patterns import override_patterns
-from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.overrides import Override, override_patterns
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import get_scheme
 

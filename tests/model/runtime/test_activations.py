@@ -17,9 +17,9 @@ from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UnknownNameError, UsageError
 from minifloat.kernels.linear import int8_inputs, int8_reference
 from minifloat.model.layouts import describe
-from minifloat.model.runtime.activations import INT8_INPUTS, allows_int8
+from minifloat.model.runtime.inputs import INT8_INPUTS, allows_int8
 from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 
 MakeModel = Callable[..., Path]
@@ -50,7 +50,7 @@ def allowed(folder: Path, choice: str = "int8", device: torch.device = CPU, **op
 
 def logits(folder: Path, **options: Any) -> Tensor:
     with torch.no_grad():
-        result: Tensor = load(folder, dtype=torch.float32, **options)(IDS).logits
+        result: Tensor = load(folder, LoadOptions(dtype=torch.float32, **options))(IDS).logits
     return result
 
 
@@ -63,7 +63,7 @@ def test_what_contradicts_int8_is_refused_with_the_reason(llama_folder: Path, qu
     with pytest.raises(UsageError, match="the checkpoint has no quantized weights"):
         allowed(llama_folder)
     with pytest.raises(UsageError, match="activations int8 and prefill w8a8 exclude each other"):
-        load(quantized, activations="int8", prefill="w8a8", impl="reference")
+        load(quantized, LoadOptions(activations="int8", prefill="w8a8", impl="reference"))
     quantize_checkpoint(llama_folder, tmp_path / "w8a8", "fp8-dynamic")
     with pytest.raises(UsageError, match="declares quantized inputs of its own, which weight_only"):
         allowed(tmp_path / "w8a8", weight_only=False)
@@ -80,7 +80,7 @@ def test_a_processor_without_kernels_is_named(quantized: Path, monkeypatch: pyte
 
 
 def test_the_reference_rounds_the_inputs_of_every_quantized_weight(quantized: Path) -> None:
-    model = load(quantized, dtype=torch.float32, impl="reference")
+    model = load(quantized, LoadOptions(dtype=torch.float32, impl="reference"))
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             by_hand = nn.Linear(*reversed(module.shape), bias=False)
@@ -105,7 +105,7 @@ def test_kernels_compute_what_the_reference_does(quantized: Path) -> None:
 @pytest.mark.parametrize("impl", ["reference", pytest.param("auto", marks=needs_kernels)])
 def test_experts_round_their_inputs(impl: str, make_mixtral: MakeModel, tmp_path: Path) -> None:
     quantize_checkpoint(make_mixtral(tmp_path / "m"), tmp_path / "q", "fp8")
-    model = load(tmp_path / "q", impl=impl, activations="int8")
+    model = load(tmp_path / "q", LoadOptions(impl=impl, activations="int8"))
     weights = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
     assert len(weights) > 2 * 4 * 2
     assert all(weight.int8_inputs for weight in weights)
@@ -122,7 +122,7 @@ def test_weights_without_a_kernel_are_named_and_all_of_them_are_an_error(
     def wide(weight: Any) -> bool:
         return bool(weight.shape[0] > 64)
 
-    model = load(quantized, activations="int8")
+    model = load(quantized, LoadOptions(activations="int8"))
     assert (
         "14 quantized weights are not rounded to int8, because it is wide: model.layers.0.mlp.gate_proj" in caplog.text
     )
@@ -130,7 +130,7 @@ def test_weights_without_a_kernel_are_named_and_all_of_them_are_an_error(
     assert model.model.layers[0].mlp.down_proj.int8_inputs
     monkeypatch.setattr(int8_inputs, "why_not", lambda weight=None: "it is a weight" if weight else "")
     with pytest.raises(KernelUnavailable, match="no weight of the model can have inputs in int8: it is a weight"):
-        load(quantized, activations="int8")
+        load(quantized, LoadOptions(activations="int8"))
     with pytest.raises(KernelUnavailable, match="no weight of the model can have inputs in int8: it is a weight"):
         Engine(quantized, EngineOptions(activations="int8"))
 

@@ -14,7 +14,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError
 from minifloat.kernels import native
 from minifloat.model.layouts import StoredWeight, describe, read_weight
-from minifloat.model.runtime import ahead
+from minifloat.model.runtime import tensors as ahead
 from minifloat.model.runtime.load import load
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.job import quantize_checkpoint

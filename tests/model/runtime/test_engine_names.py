@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.runtime.engine_names import engine_names
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.convert.job import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
@@ -60,14 +60,14 @@ def test_plain_transformers_loads_a_checkpoint_whose_modules_have_other_names(
     assert {module, name} <= set(ignored)
     logits, problems = plain(tmp_path / "out")
     assert not problems
-    assert relative_difference(logits, logits_of(load(tmp_path / "out", dtype=torch.float32))) < 2e-5
+    assert relative_difference(logits, logits_of(load(tmp_path / "out", LoadOptions(dtype=torch.float32)))) < 2e-5
 
 
 def test_several_schemes_target_modules_by_both_names(folders: dict[str, Path], tmp_path: Path) -> None:
     quantize_checkpoint(folders["gemma3"], tmp_path / "out", "mxfp4", QuantizeOptions(overrides=["self_attn=mxfp8"]))
     logits, problems = plain(tmp_path / "out")
     assert not problems
-    assert relative_difference(logits, logits_of(load(tmp_path / "out", dtype=torch.float32))) < 2e-5
+    assert relative_difference(logits, logits_of(load(tmp_path / "out", LoadOptions(dtype=torch.float32)))) < 2e-5
 
 
 def test_a_tied_head_of_another_name_is_listed_although_the_checkpoint_lacks_it(
@@ -78,7 +78,7 @@ def test_a_tied_head_of_another_name_is_listed_although_the_checkpoint_lacks_it(
     assert "output_projection" in ignored
     logits, problems = plain(tmp_path / "out")
     assert not problems
-    assert relative_difference(logits, logits_of(load(tmp_path / "out", dtype=torch.float32))) < 2e-5
+    assert relative_difference(logits, logits_of(load(tmp_path / "out", LoadOptions(dtype=torch.float32)))) < 2e-5
 
 
 def test_a_conversion_lists_both_names(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, ConfigError, UnsafeFileError
-from minifloat.model.runtime.config import read_generation_config
-from minifloat.model.runtime.generation_config import read_generation
+from minifloat.model.runtime.config import read_generation, read_generation_config
 from minifloat.model.runtime.tokenizer import load_tokenizer, serving_tokenizer
 
 

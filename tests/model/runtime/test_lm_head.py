@@ -24,7 +24,7 @@ from minifloat.model.runtime.lm_head import (
     quantize_lm_head,
     replace_lm_head,
 )
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.packing import Packing
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.data import DataOptions
@@ -87,7 +87,7 @@ def test_auto_keeps_the_layer_beside_codes_that_were_chosen_otherwise(
 
 def test_an_unknown_choice_lists_the_valid_ones(llama_folder: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown lm_head 'int8'.*auto, bf16, fp8"):
-        load(llama_folder, lm_head="int8")
+        load(llama_folder, LoadOptions(lm_head="int8"))
 
 
 def test_what_cannot_be_quantized_is_named(llama_folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_cannot_be_quantized_is_named(llama_folder: Path) -> None:
 
 def logits(folder: Path, choice: str) -> Tensor:
     with torch.no_grad():
-        return load(folder, dtype=torch.float32, lm_head=choice)(IDS).logits
+        return load(folder, LoadOptions(dtype=torch.float32, lm_head=choice))(IDS).logits
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -109,7 +109,7 @@ def test_logits_are_those_of_the_rounded_weight(
     tied: bool, make_llama: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantize_checkpoint(make_llama(tmp_path / "m", tie_word_embeddings=tied), tmp_path / "q", "mxfp4")
-    model = load(tmp_path / "q", dtype=torch.float32)
+    model = load(tmp_path / "q", LoadOptions(dtype=torch.float32))
     embedding, plain = model.model.embed_tokens.weight.clone(), logits(tmp_path / "q", "bf16")
     model.set_output_embeddings(nn.Linear(*reversed(embedding.shape), bias=False))
     source = load_file(tmp_path / "q" / "model.safetensors")
@@ -118,7 +118,7 @@ def test_logits_are_those_of_the_rounded_weight(
     with caplog.at_level(logging.INFO), torch.no_grad():
         torch.testing.assert_close(logits(tmp_path / "q", "auto"), model(IDS).logits, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(logits(tmp_path / "q", "auto"), plain, rtol=1e-3, atol=1e-4)
-    loaded = load(tmp_path / "q", dtype=torch.float32, lm_head="auto")
+    loaded = load(tmp_path / "q", LoadOptions(dtype=torch.float32, lm_head="auto"))
     assert torch.equal(loaded.model.embed_tokens.weight, embedding)
     assert lm_head_of(loaded) == "fp8 (quantized while loading)"
     assert "lm_head is quantized to fp8: 19.1 KiB instead of 72.0 KiB" in caplog.text
@@ -128,7 +128,7 @@ def test_logits_are_those_of_the_rounded_weight(
 
 def test_a_head_that_is_stored_quantized_stays_as_it_is(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4", QuantizeOptions(overrides=["lm_head=mxfp4"]))
-    assert lm_head_of(load(tmp_path / "q", lm_head="fp8")) == "mxfp4"
+    assert lm_head_of(load(tmp_path / "q", LoadOptions(lm_head="fp8"))) == "mxfp4"
     assert lm_head_of(load(llama_folder)) == "bfloat16"
 
 
@@ -138,7 +138,7 @@ def test_a_head_with_a_bias_keeps_it(make_model: MakeModel, tmp_path: Path) -> N
     weights["lm_head.bias"] = torch.linspace(-1, 1, len(weights["lm_head.bias"])).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     torch.testing.assert_close(logits(folder, "fp8"), logits(folder, "bf16"), rtol=0.1, atol=0.1)
-    assert lm_head_of(load(folder, lm_head="fp8")) == "fp8 (quantized while loading)"
+    assert lm_head_of(load(folder, LoadOptions(lm_head="fp8"))) == "fp8 (quantized while loading)"
 
 
 def test_a_model_without_a_plain_head_is_refused_only_if_fp8_was_asked_for(llama_folder: Path) -> None:

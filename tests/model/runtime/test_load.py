@@ -18,7 +18,7 @@ from minifloat.errors import CheckpointError, ConfigError, ShapeError, Unsupport
 from minifloat.model.layouts import describe, read_weight
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
@@ -77,7 +77,7 @@ def test_a_plain_checkpoint_becomes_what_from_pretrained_makes_of_it(
 ) -> None:
     folder = make_model(tmp_path / "m", model_type)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
-    model = load(folder, dtype=dtype)
+    model = load(folder, LoadOptions(dtype=dtype))
     assert type(model) is type(expected)
     assert not model.training
     for mine, theirs in (
@@ -141,7 +141,7 @@ def test_a_quantized_checkpoint_has_the_logits_of_its_dequantized_weights(
 ) -> None:
     plain = make_model(tmp_path / "plain", model_type)
     quantize_checkpoint(plain, tmp_path / "q", scheme)
-    model = load(tmp_path / "q", dtype=torch.float32, weight_only=True)
+    model = load(tmp_path / "q", LoadOptions(dtype=torch.float32, weight_only=True))
     expected = logits(dequantized_twin(plain, tmp_path / "q", tmp_path / "twin"))
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     assert modules_of(model, QuantizedLinear)
@@ -177,7 +177,7 @@ def test_no_parameter_holds_a_quantized_weight(make_llama: MakeModel, tmp_path: 
 
 def test_a_model_made_half_keeps_its_scales(make_llama: MakeModel, tmp_path: Path) -> None:
     quantize_checkpoint(make_llama(tmp_path / "plain"), tmp_path / "q", "fp8")
-    model = load(tmp_path / "q", dtype=torch.float32)
+    model = load(tmp_path / "q", LoadOptions(dtype=torch.float32))
     expected = logits(model)
     model.model.layers.half().float()  # norms of ones, and quantized weights
     assert torch.equal(logits(model), expected)

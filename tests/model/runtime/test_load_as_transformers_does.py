@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, PreTrainedModel
 
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.numerics.formats import BFLOAT16
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
@@ -47,7 +47,7 @@ def test_transformers_computes_the_same_logits(plain: Path, tmp_path: Path, sche
     quantize_checkpoint(plain, tmp_path / "q", scheme, QuantizeOptions(layout=layout))
     theirs = as_transformers_loads(tmp_path / "q", layout)
     with torch.no_grad():
-        mine = load(tmp_path / "q", dtype=torch.float32, weight_only=True)(IDS).logits
+        mine = load(tmp_path / "q", LoadOptions(dtype=torch.float32, weight_only=True))(IDS).logits
         expected = theirs(IDS).logits
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
@@ -57,7 +57,7 @@ def test_transformers_decodes_the_same_nvfp4_weights_up_to_its_rounding_to_bf16(
     quantize_checkpoint(plain, tmp_path / "q", "nvfp4")
     theirs, mine = (
         as_transformers_loads(tmp_path / "q", "compressed-tensors"),
-        load(tmp_path / "q", dtype=torch.float32),
+        load(tmp_path / "q", LoadOptions(dtype=torch.float32)),
     )
     # compressed-tensors multiplies packed FP4 in BF16 whatever the model's dtype: the scale and the product round.
     two_roundings = 2.0 * 2.0 ** -(BFLOAT16.mantissa_bits + 1)

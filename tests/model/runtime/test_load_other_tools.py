@@ -20,7 +20,7 @@ from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.model.layouts import describe, read_weight
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 
 INTEROP = Path(__file__).parents[2] / "data" / "interop"
 FIXTURES = sorted(path.parent.name for path in INTEROP.glob("*/expected.safetensors"))
@@ -33,7 +33,7 @@ def test_there_are_fixtures_of_every_tool() -> None:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_logits_are_those_of_an_independent_dequantization(name: str) -> None:
     expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(INTEROP / name, dtype=torch.float32, weight_only=True)
+    model = load(INTEROP / name, LoadOptions(dtype=torch.float32, weight_only=True))
     with torch.no_grad():
         logits = model(expected["input_ids"]).logits[0]
     tolerance = 1e-5 * float(expected["logits"].abs().max())
@@ -69,7 +69,7 @@ def test_experts_that_must_be_dequantized_give_the_same_logits(
 ) -> None:
     monkeypatch.setattr("minifloat.model.runtime.load.indexes_experts", lambda *_: False)
     expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(INTEROP / name, dtype=torch.float32, weight_only=True)
+    model = load(INTEROP / name, LoadOptions(dtype=torch.float32, weight_only=True))
     assert not any(isinstance(module, QuantizedExperts) for module in model.modules())
     assert "held dequantized" in caplog.text
     with torch.no_grad():

@@ -17,7 +17,7 @@ from minifloat.errors import KernelUnavailable, NonFiniteError, ShapeError, Unkn
 from minifloat.kernels import native
 from minifloat.model.runtime.experts import ExpertFactor, QuantizedExperts
 from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 from minifloat.quantize.job import quantize_checkpoint
@@ -214,9 +214,9 @@ def held(model: nn.Module) -> list[bool]:
 def test_load_packs_every_quantized_weight_and_says_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "minifloat"):
         assert held(load(folder)) == [True] * 14
-        assert held(load(folder, impl="cpu")) == [True] * 14
-        assert held(load(folder, impl="reference")) == [False] * 14
-        assert held(load(folder, device="meta")) == [False] * 14
+        assert held(load(folder, LoadOptions(impl="cpu"))) == [True] * 14
+        assert held(load(folder, LoadOptions(impl="reference"))) == [False] * 14
+        assert held(load(folder, LoadOptions(device="meta"))) == [False] * 14
     assert not caplog.text
 
 
@@ -231,12 +231,12 @@ def test_without_the_library_load_warns_once_with_the_reason(folder: Path, caplo
 @pytest.mark.usefixtures("no_library")
 def test_an_implementation_that_is_named_and_cannot_run_is_an_error(folder: Path) -> None:
     with pytest.raises(KernelUnavailable, match=rf"\w_proj: .*{MISSING}"):
-        load(folder, impl="cpu")
+        load(folder, LoadOptions(impl="cpu"))
 
 
 def test_an_implementation_that_does_not_exist_is_refused(folder: Path) -> None:
     with pytest.raises(UnknownNameError, match="auto, reference, cpu"):
-        load(folder, impl="gpu")
+        load(folder, LoadOptions(impl="gpu"))
 
 
 @needs_library
@@ -250,7 +250,7 @@ def test_experts_that_are_not_only_multiplied_stay_unpacked_and_are_named(
     assert sorted(held(model)) == [False] * 24 + [True] * 8
     assert "24 of 32 quantized weights are multiplied by the slow reference, because the code of their" in caplog.text
     with pytest.raises(KernelUnavailable, match="does more with a weight than multiply"):
-        load(tmp_path / "q", impl="cpu")
+        load(tmp_path / "q", LoadOptions(impl="cpu"))
 
 
 @needs_library
@@ -262,6 +262,8 @@ def test_in_16_bits_the_kernels_are_at_least_as_near_to_float32_as_the_reference
     quantize_checkpoint(make_model(tmp_path / "plain", model_type), tmp_path / "q", scheme)
     ids = torch.tensor([[3, 41, 17, 59, 8, 26, 33, 50]])
     with torch.no_grad():
-        exact = load(tmp_path / "q", dtype=torch.float32, impl="reference")(ids).logits
-        errors = [(load(tmp_path / "q", impl=impl)(ids).logits - exact).norm() for impl in ("cpu", "reference")]
+        exact = load(tmp_path / "q", LoadOptions(dtype=torch.float32, impl="reference"))(ids).logits
+        errors = [
+            (load(tmp_path / "q", LoadOptions(impl=impl))(ids).logits - exact).norm() for impl in ("cpu", "reference")
+        ]
     assert errors[0] < 1.2 * errors[1] + 1e-6 * exact.norm()

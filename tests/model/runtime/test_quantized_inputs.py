@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from minifloat.errors import ConfigError, NonFiniteError, ShapeError
 from minifloat.kernels import native
 from minifloat.model.runtime.experts import ExpertFactor, QuantizedExperts, multiplies_experts
 from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import GROUP_16
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
@@ -35,6 +36,12 @@ from minifloat.quantize.options import QuantizeOptions
 INTEROP = Path(__file__).parents[2] / "data" / "interop"
 IDS = torch.arange(40)[None]
 MakeModel = Callable[..., Path]
+
+
+def with_and_without_inputs(folder: Path, impl: str = "reference") -> tuple[Any, Any]:
+    """Return the model with the quantized inputs that it declares, and weight-only."""
+    quantized, plain = (LoadOptions(dtype=torch.float32, impl=impl, weight_only=flag) for flag in (False, True))
+    return load(folder, quantized), load(folder, plain)
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -97,7 +104,7 @@ def twin(model: PreTrainedModel, weight_only: PreTrainedModel) -> PreTrainedMode
 @pytest.mark.parametrize("name", ["llmc-fp8-static", "llmc-fp8-dynamic"])
 def test_the_logits_are_those_of_transformers_with_compressed_tensors(name: str) -> None:
     expected = load_file(INTEROP / name / "expected.safetensors")
-    found = logits(load(INTEROP / name, dtype=torch.float32, impl="reference"), expected["input_ids"])
+    found = logits(load(INTEROP / name, LoadOptions(dtype=torch.float32, impl="reference")), expected["input_ids"])
     assert_same(found, logits(as_transformers_runs(INTEROP / name), expected["input_ids"]))
     assert (found[0] - expected["logits"]).abs().max() > 0.1  # those are of the weights alone
 
@@ -117,7 +124,7 @@ def with_weights_in_float32(theirs: PreTrainedModel, mine: PreTrainedModel) -> P
 @pytest.mark.parametrize("name", ["llmc-mxfp8", "llmc-mxfp4", "llmc-nvfp4"])
 def test_inputs_of_mx_and_nvfp4_give_the_logits_of_compressed_tensors(name: str) -> None:
     expected = load_file(INTEROP / name / "expected.safetensors")
-    mine = load(INTEROP / name, dtype=torch.float32, impl="reference")
+    mine = load(INTEROP / name, LoadOptions(dtype=torch.float32, impl="reference"))
     assert all(m.activation is not None for m in mine.modules() if isinstance(m, QuantizedLinear))
     found = logits(mine, expected["input_ids"])
     theirs = with_weights_in_float32(as_transformers_runs(INTEROP / name), mine)
@@ -131,7 +138,7 @@ def test_our_own_checkpoints_have_the_logits_of_transformers(
 ) -> None:
     whole = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
     quantize_checkpoint(make_qwen3(tmp_path / "plain", **whole), tmp_path / "q", scheme)
-    found = logits(load(tmp_path / "q", dtype=torch.float32, impl="reference"))
+    found = logits(load(tmp_path / "q", LoadOptions(dtype=torch.float32, impl="reference")))
     assert_same(found, logits(as_transformers_runs(tmp_path / "q")))
 
 
@@ -140,9 +147,7 @@ FIXTURES = ["llmc-fp8-static", "llmc-fp8-dynamic", "llmc-fp8-block", "modelopt-f
 
 @pytest.mark.parametrize("name", [*FIXTURES, "deepseek-block128", "vllm-fp8-static"])
 def test_the_logits_are_those_of_inputs_quantized_by_hand(name: str) -> None:
-    model, plain = (
-        load(INTEROP / name, dtype=torch.float32, impl="reference", weight_only=flag) for flag in (False, True)
-    )
+    model, plain = with_and_without_inputs(INTEROP / name)
     assert all(m.activation is not None for m in model.modules() if isinstance(m, QuantizedLinear))
     weight_only = logits(plain)
     expected = logits(twin(model, plain))
@@ -155,7 +160,7 @@ def test_a_single_activation_that_is_quantized_differently_is_detected(
     llama_folder: Path, tmp_path: Path, scheme: str
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
-    model = load(tmp_path / "q", dtype=torch.float32)
+    model = load(tmp_path / "q", LoadOptions(dtype=torch.float32))
     before = logits(model)
     model.model.layers[1].mlp.down_proj.activation = None
     assert (logits(model) - before).abs().max() > 1e-3 * before.abs().max()
@@ -167,7 +172,7 @@ def test_weight_only_leaves_all_inputs_alone(
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
     with caplog.at_level(logging.WARNING, "minifloat"):
-        model = load(tmp_path / "q", weight_only=True)
+        model = load(tmp_path / "q", LoadOptions(weight_only=True))
     assert not [m for m in model.modules() if isinstance(m, QuantizedWeight) and m.activation is not None]
     assert not caplog.text
 
@@ -186,7 +191,7 @@ def test_a_model_in_bf16_quantizes_what_bf16_gives(llama_folder: Path, tmp_path:
 @pytest.mark.parametrize("name", [*FIXTURES, "deepseek-block128", "vllm-fp8-static", "llmc-moe-fp8-dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_weights_give_what_the_reference_gives_for_the_same_input(name: str, dtype: torch.dtype) -> None:
-    model, expected = (load(INTEROP / name, dtype=dtype, impl=impl) for impl in ("auto", "reference"))
+    model, expected = (load(INTEROP / name, LoadOptions(dtype=dtype, impl=impl)) for impl in ("auto", "reference"))
     weights = {path: m for path, m in model.named_modules() if isinstance(m, QuantizedWeight)}
     assert weights
     generator = torch.Generator().manual_seed(0)
@@ -228,7 +233,7 @@ def experts_by_hand(model: PreTrainedModel, plain: PreTrainedModel) -> None:
 
 def test_experts_of_another_tool_quantize_their_inputs_token_by_token() -> None:
     name = INTEROP / "llmc-moe-fp8-dynamic"
-    model, plain = (load(name, dtype=torch.float32, impl="reference", weight_only=flag) for flag in (False, True))
+    model, plain = with_and_without_inputs(name)
     weight_only = logits(plain)
     experts_by_hand(model, plain)
     assert_same(logits(model), logits(twin(model, plain)))
@@ -244,9 +249,7 @@ def test_experts_of_our_own_quantize_their_inputs(
     quantize_checkpoint(
         make_model(tmp_path / "plain", model_type), tmp_path / "q", scheme, QuantizeOptions(overrides=overrides)
     )
-    model, plain = (
-        load(tmp_path / "q", dtype=torch.float32, weight_only=flag, impl="reference") for flag in (False, True)
-    )
+    model, plain = with_and_without_inputs(tmp_path / "q")
     weight_only = logits(plain)
     experts_by_hand(model, plain)
     assert_same_but_for_a_flip(logits(model), logits(twin(model, plain)))
@@ -304,7 +307,7 @@ def test_experts_that_are_not_only_multiplied_run_weight_only_and_are_named(
         make_mixtral(tmp_path / "plain"), tmp_path / "q", "fp8-dynamic", QuantizeOptions(overrides=["self_attn=bf16"])
     )
     with caplog.at_level(logging.WARNING, "minifloat"):
-        model, plain = (load(tmp_path / "q", dtype=torch.float32, weight_only=flag) for flag in (False, True))
+        model, plain = with_and_without_inputs(tmp_path / "q", impl="auto")
     assert "24 modules are computed weight-only, because the code of their experts" in caplog.text
     assert "model.layers.0.block_sparse_moe.experts.0.w1" in caplog.text
     assert torch.equal(logits(model), logits(plain))
@@ -317,7 +320,7 @@ def test_inputs_that_are_not_simulated_are_named(caplog: pytest.LogCaptureFixtur
     name = "deepseek-block32-ue8m0"
     expected = load_file(INTEROP / name / "expected.safetensors")
     with caplog.at_level(logging.WARNING, "minifloat"):
-        model = load(INTEROP / name, dtype=torch.float32)
+        model = load(INTEROP / name, LoadOptions(dtype=torch.float32))
     assert "computed weight-only, because inputs in E" in caplog.text
     assert "model.layers.0.self_attn" in caplog.text
     assert_same(logits(model, expected["input_ids"])[0], expected["logits"])
@@ -335,7 +338,7 @@ def test_every_module_of_a_mixture_quantizes_its_own_inputs(caplog: pytest.LogCa
 
 
 def test_the_input_scale_of_modelopt_becomes_a_divisor() -> None:
-    model = load(INTEROP / "modelopt-nvfp4", dtype=torch.float32)
+    model = load(INTEROP / "modelopt-nvfp4", LoadOptions(dtype=torch.float32))
     stored = load_file(INTEROP / "modelopt-nvfp4" / "model.safetensors")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert linears
@@ -380,7 +383,7 @@ def test_a_static_checkpoint_without_a_scale_is_refused_by_the_module(static: Pa
     module = set_scale(static, None)
     with pytest.raises(ConfigError, match=rf"config\.json: .* no input_scale for {module}; load it weight-only"):
         load(static)
-    load(static, weight_only=True)
+    load(static, LoadOptions(weight_only=True))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
@@ -418,5 +421,5 @@ def test_a_declaration_in_the_config_alone_decides(static: Path) -> None:
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     config["quantization_config"]["config_groups"]["group_0"]["format"] = "naive-quantized"
     (static / "config.json").write_text(json.dumps(config))
-    expected = logits(load(INTEROP / "llmc-fp8-static", weight_only=True))
+    expected = logits(load(INTEROP / "llmc-fp8-static", LoadOptions(weight_only=True)))
     assert torch.equal(logits(load(static)), expected)

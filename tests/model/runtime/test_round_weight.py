@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from minifloat.model.runtime import round_weight as module
-from minifloat.model.runtime.lm_head import FP8
-from minifloat.model.runtime.round_weight import round_weight
+from minifloat.model.runtime.lm_head import FP8, round_weight
 from minifloat.numerics.scheme import get_scheme
 from minifloat.numerics.tensor import quantize_tensor
 

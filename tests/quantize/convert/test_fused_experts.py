@@ -14,7 +14,7 @@ from transformers import logging as transformers_logging
 from minifloat.deploy.check import LoadVerdict, check_checkpoint
 from minifloat.errors import ConversionError
 from minifloat.model.architecture import families
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.convert import ConvertOptions
 from minifloat.quantize.convert.job import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
@@ -67,9 +67,9 @@ def test_fused_experts_are_quantized_loaded_and_fused_again(
         assert {name: decoded[name].shape for name in experts} == {name: source[name].shape for name in experts}
     model, info = FAMILIES[family].from_pretrained(tmp_path / "plain", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())
-    ours = logits_of(load(tmp_path / "quantized", dtype=torch.float32))
+    ours = logits_of(load(tmp_path / "quantized", LoadOptions(dtype=torch.float32)))
     assert relative_difference(logits_of(model.eval()), ours) < 2e-5
-    original = logits_of(load(folders[family], dtype=torch.float32))
+    original = logits_of(load(folders[family], LoadOptions(dtype=torch.float32)))
     assert 1e-3 < relative_difference(ours, original) < 0.4
 
 
@@ -81,7 +81,7 @@ def test_check_says_whether_plain_transformers_makes_experts_of_single_ones(
     report = check_checkpoint(tmp_path / "quantized", "transformers:cpu")
     auto = FAMILIES.get(family, AutoModelForCausalLM)
     model, info = auto.from_pretrained(tmp_path / "quantized", dtype=torch.float32, output_loading_info=True)
-    ours = logits_of(load(tmp_path / "quantized", dtype=torch.float32))
+    ours = logits_of(load(tmp_path / "quantized", LoadOptions(dtype=torch.float32)))
     right = relative_difference(logits_of(model.eval()), ours) < 2e-5
     assert right is (family in READ_SINGLE)
     assert right is not any(info.values())

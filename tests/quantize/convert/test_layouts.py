@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.layouts import describe
 from minifloat.model.layouts.reading import read_weight
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
@@ -81,7 +81,7 @@ def test_the_converted_model_gives_the_logits_of_an_independent_dequantization(
 ) -> None:
     convert_checkpoint(INTEROP / name, tmp_path / "out", layout)
     expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(tmp_path / "out", dtype=torch.float32, weight_only=True)
+    model = load(tmp_path / "out", LoadOptions(dtype=torch.float32, weight_only=True))
     with torch.no_grad():
         logits = model(expected["input_ids"]).logits[0]
     tolerance = 1e-5 * float(expected["logits"].abs().max())
@@ -157,7 +157,7 @@ def test_fp8_blocks_convert_to_the_fp8_layout_and_back(whole_blocks: Path, tmp_p
     assert quantization_config(tmp_path / "b") == quantization_config(tmp_path / "direct")
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        ours = load(tmp_path / "a", dtype=torch.float32, weight_only=True)(ids).logits[0]
+        ours = load(tmp_path / "a", LoadOptions(dtype=torch.float32, weight_only=True))(ids).logits[0]
     theirs = transformers_logits(tmp_path / "b", ids)
     # without FP8 arithmetic transformers decodes quant_method fp8 to the dtype that it was asked for
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
@@ -215,7 +215,7 @@ def test_rounded_reciprocals_are_counted_and_differ_by_half_a_step_at_most(
     assert 0 < report.rounding.scales <= scales
     assert "rounded reciprocals" in report.notes[0]
     expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(tmp_path / "out", dtype=torch.float32, weight_only=True)
+    model = load(tmp_path / "out", LoadOptions(dtype=torch.float32, weight_only=True))
     with torch.no_grad():
         logits = model(expected["input_ids"]).logits[0]
     tolerance = 1e-5 * float(expected["logits"].abs().max())

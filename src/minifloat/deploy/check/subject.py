@@ -20,9 +20,8 @@ from minifloat.model.architecture.family import Family, Role
 from minifloat.model.architecture.groups import expert_group
 from minifloat.model.architecture.roles import role_of, text_config
 from minifloat.model.layouts import compressed_tensors, describe, gpt_oss
-from minifloat.model.layouts.exclusion import by_name_or_pattern
-from minifloat.model.layouts.model_config import quantized_model_config
-from minifloat.model.layouts.stored import kv_scale_of
+from minifloat.model.layouts.decoded import quantized_model_config
+from minifloat.model.layouts.stored import by_name_or_pattern, kv_scale_of
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR

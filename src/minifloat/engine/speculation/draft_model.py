@@ -12,8 +12,7 @@ from minifloat.errors import UsageError
 from minifloat.kernels.decoder import Attention, Decoder, DeltaNet, Experts, Layer, Mlp, Rotary
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack, why_not
-from minifloat.model.runtime.lm_head import FP8
-from minifloat.model.runtime.round_weight import round_weight
+from minifloat.model.runtime.lm_head import FP8, round_weight
 from minifloat.numerics.scheme import WeightSpec, get_scheme
 
 _BODY = get_scheme("mxfp4").weight

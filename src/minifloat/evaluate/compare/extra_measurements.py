@@ -26,7 +26,7 @@ from minifloat.evaluate.compare.result import CandidateResult
 from minifloat.evaluate.compare.scoring_pass import ModelsPass
 from minifloat.evaluate.compare.tasks import Tasks
 from minifloat.evaluate.compare.verdict import Tolerance, Verdict
-from minifloat.model.runtime.tokens import end_tokens
+from minifloat.model.runtime.tokenizer import end_tokens
 
 #: Tokens of a prompt, taken from the start of a window.
 _PROMPT_TOKENS = 32

@@ -30,7 +30,7 @@ from minifloat.errors import NonFiniteError, UsageError
 from minifloat.evaluate.compare.intervals import Estimate, fraction_interval, mean_interval
 from minifloat.evaluate.compare.kv_cache import CacheFactory, check_takes_cache
 from minifloat.model.architecture.full_config import position_limit
-from minifloat.model.runtime.tokens import end_tokens
+from minifloat.model.runtime.tokenizer import end_tokens
 
 #: Prompts in a batch. Constant, because kernels may sum in another order for another number of rows.
 _BATCH = 16

@@ -31,13 +31,13 @@ from minifloat.evaluate.compare.options import ScoringOptions
 from minifloat.evaluate.compare.pieces import continues, piece_tokens, plain_cache, run_in_pieces
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.layouts import describe
-from minifloat.model.runtime.activations import INT8_INPUTS
+from minifloat.model.runtime.build import replace_forward
 from minifloat.model.runtime.experts import QuantizedExperts
-from minifloat.model.runtime.forward import replace_forward
+from minifloat.model.runtime.inputs import INT8_INPUTS
 from minifloat.model.runtime.kv_scales import KVScales, kv_scales
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import LoadedLmHead, lm_head_of
-from minifloat.model.runtime.load import load_opened
+from minifloat.model.runtime.load import LoadOptions, load_opened
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
@@ -110,7 +110,7 @@ class Predictor:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
             description = describe(checkpoint)
             scales = kv_scales(checkpoint, description) if read_kv_scales else None
-            loaded = load_opened(checkpoint, description, **load_options)
+            loaded = load_opened(checkpoint, description, LoadOptions(**load_options))
         return cls(str(model), str(folder), loaded, nbytes, checkpoint=checkpoint, kv_scales=scales)
 
     def headers(self) -> Checkpoint:

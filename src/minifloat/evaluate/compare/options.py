@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from minifloat.engine.options import DTYPES
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.evaluate.compare.verdict import Tolerance
-from minifloat.model.runtime.activations import ACTIVATIONS
+from minifloat.model.runtime.inputs import ACTIVATIONS
 from minifloat.model.runtime.lm_head import LM_HEADS
 
 KV_CACHES = ("auto", "none", "fp8")

@@ -16,11 +16,12 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError, UsageError
 from minifloat.model.layouts import int_pack
-from minifloat.model.layouts.exclusion import by_name_or_pattern, refuse_excluded
 from minifloat.model.layouts.stored import (
     Description,
     StoredWeight,
+    by_name_or_pattern,
     global_scale_name,
+    refuse_excluded,
     refuse_groups,
     stored_spec,
     tensors_with_suffix,

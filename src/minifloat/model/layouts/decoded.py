@@ -16,9 +16,14 @@ import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.files import byte_view
+from minifloat.errors import UsageError
+from minifloat.model.architecture.families import family_of
+from minifloat.model.layouts import describe, fp8
 from minifloat.model.layouts.reading import read_rows, stored_ranges
+from minifloat.model.layouts.refusal import refuse_unknown_quantization
 from minifloat.model.layouts.stored import Description, StoredWeight
 from minifloat.model.layouts.values import Bytes, Floats
+from minifloat.model.layouts.writing import WriteLayout
 
 _DTYPE = "F32"
 _ITEM_BYTES = 4
@@ -160,3 +165,30 @@ def config_dtype(config: Mapping[str, Any]) -> str:
 def plain_dtype(config: Mapping[str, Any]) -> str:
     """Return the safetensors dtype of the plain model: of its config, or BF16 if that names none of `DTYPES`."""
     return DTYPES.get(config_dtype(config), DTYPES["bfloat16"])
+
+
+#: Key by which some models state the format of their experts, and its value for E4M3 in blocks.
+_EXPERT_DTYPE, _FP8 = "expert_dtype", "fp8"
+
+
+def quantized_model_config(
+    source: Mapping[str, Any], layout: WriteLayout, quantization: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config of a quantized model.
+
+    DeepSeek-V4 states the format of its experts beside the `quantization_config`. vLLM takes them for MXFP4, and scales
+    of linears for E8M0, where the key is missing (0.32.0, models/deepseek_v4/quant_config.py).
+    """
+    config = without_quantization(source)
+    if layout.name == fp8.NAME and family_of(source).states_expert_dtype:
+        config[_EXPERT_DTYPE] = _FP8
+    return config | {"quantization_config": dict(quantization)}
+
+
+def plain_view(checkpoint: Checkpoint) -> DecodedCheckpoint:
+    """Return the plain checkpoint that a quantized one stands for."""
+    description = describe(checkpoint)
+    if not description.weights:
+        raise UsageError(f"{checkpoint.path} is not quantized: leave --from-quantized out")
+    refuse_unknown_quantization(checkpoint, description)
+    return DecodedCheckpoint(checkpoint, description)

@@ -19,11 +19,12 @@ from typing import Any, ClassVar
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UsageError
-from minifloat.model.layouts.exclusion import by_name_or_parent, refuse_excluded
 from minifloat.model.layouts.stored import (
     Description,
     StoredWeight,
+    by_name_or_parent,
     granularity_of,
+    refuse_excluded,
     stored_spec,
     tensors_with_suffix,
     weight_shape,

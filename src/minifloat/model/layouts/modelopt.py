@@ -19,12 +19,13 @@ from minifloat._version import __version__
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.errors import ConfigError, ShapeError, UsageError
-from minifloat.model.layouts.exclusion import by_wildcard, refuse_excluded
 from minifloat.model.layouts.stored import (
     Description,
     StoredWeight,
+    by_wildcard,
     global_scale_name,
     granularity_of,
+    refuse_excluded,
     stored_spec,
     tensors_with_suffix,
     weight_shape,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,18 +42,9 @@ class ModelHeaders(Protocol):
 
 
 def make_part(
-    module: str,
-    scheme: Scheme,
-    shape: tuple[int, int],
-    layout: WriteLayout,
-    info: TensorInfo,
-    *,
-    matrix: int = 0,
-    first_row: int = 0,
-    transposed: bool = False,
-    family: Family = GENERAL,
+    info: TensorInfo, module: str, shape: tuple[int, int], scheme: Scheme, layout: WriteLayout, family: Family = GENERAL
 ) -> Part:
-    """Return one part of a source tensor."""
+    """Return the part that is the first rows of a source tensor."""
     rows, cols = shape
     _, block_cols = scheme.weight.granularity.block(shape)
     if rows == 0 or cols == 0:
@@ -65,7 +57,7 @@ def make_part(
             f"--override '{_suffix_pattern(module)}=fp8'",
         )
     tensors = layout.weight_tensors(module, scheme.weight, shape)
-    return Part(module, scheme, shape, tensors, fused_group(module, family), matrix, first_row, transposed)
+    return Part(module, scheme, shape, tensors, fused_group(module, family))
 
 
 def _suffix_pattern(module: str) -> str:
@@ -100,16 +92,11 @@ def expert_parts(
     height = rows // len(fused.linears)
     parent = fused.parent(info.name)
     return tuple(
-        make_part(
-            f"{parent}{linear.format(expert)}",
-            scheme,
-            (height, cols),
-            layout,
-            info,
+        replace(
+            make_part(info, f"{parent}{linear.format(expert)}", (height, cols), scheme, layout, family),
             matrix=expert,
             first_row=height * position,
             transposed=transposed,
-            family=family,
         )
         for expert in range(experts)
         for position, linear in enumerate(fused.linears)

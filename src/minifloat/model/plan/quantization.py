@@ -157,7 +157,7 @@ def _parts(
     if role is Role.EXPERTS:
         return expert_parts(checkpoint, family, info, scheme, layout)
     rows, cols = info.shape
-    return (make_part(module_name(info), scheme, (rows, cols), layout, info, family=family),)
+    return (make_part(info, module_name(info), (rows, cols), scheme, layout, family),)
 
 
 def _kept(tensors: Sequence[TensorPlan], family: Family) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ No weight is allocated: parameters lie on the meta device, and only the buffers 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,3 +47,16 @@ def _named_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTr
         if cls.config_class is type(config) and cls.can_generate():
             return cls
     return None
+
+
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the forward method of a module."""
+    former = module.__dict__.get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+        if former is not None:
+            module.forward = former
+
+    return undo

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.family import Family, SingleExpert
 from minifloat.model.architecture.groups import expert_group
 
 
@@ -68,3 +69,29 @@ def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNa
                 others[module] = names
     linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     return EngineNames(others, tuple(name for name in linears if name not in listed and expert_group(name) is None))
+
+
+def stored_fused_as(checkpoint: Checkpoint, family: Family, places: Iterable[SingleExpert]) -> bool | None:
+    """Return whether the tensors of fused experts are transposed, ``[E, K, N]``; None: experts are stored one by one.
+
+    Where the row of the family does not say it, experts are stored fused if transformers makes nothing of single ones.
+    """
+    first = next(iter(places), None)
+    if first is None or family.stored_fused is False:
+        return None
+    if family.stored_fused:
+        return first.fused.transposed
+    import torch
+
+    from minifloat.model.runtime.build import empty_model
+    from minifloat.model.runtime.names import ExpertStack, assign
+
+    try:
+        model = empty_model(checkpoint, torch.bfloat16)
+    except ConfigError:
+        return None
+    names = [f"{first.parent}{linear.format(first.expert)}.weight" for linear in first.fused.linears]
+    for assignment in assign(model, names)[0]:
+        if isinstance(assignment.converter, ExpertStack):
+            return assignment.converter.transposed
+    return None

@@ -1,7 +1,12 @@
-"""How a checkpoint declares that the inputs of its quantized weights are quantized, and which of that is simulated.
+"""How the inputs of quantized weights are quantized: as the checkpoint declares, or in 8 bits where a caller asks.
 
 A module whose inputs this package cannot quantize as servers do is computed weight-only, with a warning: nobody shall
 take a weight-only comparison for one of W8A8.
+
+On a CPU the kernels round to int8 where that is faster (`minifloat.kernels.linear.int8_inputs`): for prompts and
+batches, never for the single row of a decode step of one sequence. That is off by default, because it changes results.
+On a GPU the engine multiplies many rows in FP8 (`linear.PREFILL_ROWS`), by default where the checkpoint declares that
+its inputs are quantized: that is the model which was calibrated and compared.
 """
 
 from __future__ import annotations
@@ -12,13 +17,55 @@ import torch
 from torch import Tensor
 
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint
-from minifloat.errors import ConfigError, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
-from minifloat.model.layouts import StoredWeight
+from minifloat.errors import (
+    ConfigError,
+    KernelUnavailable,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedTensorError,
+    UsageError,
+)
+from minifloat.kernels.linear import int8_inputs
+from minifloat.kernels.linear.int8_reference import GROUP_COLS
+from minifloat.model.layouts import Description, StoredWeight
 from minifloat.model.runtime.tensors import listing
 from minifloat.numerics.activation import can_quantize, describe_activation
 from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN
 from minifloat.numerics.scheme import ActivationSpec, WeightSpec
+
+#: "bf16": inputs keep the dtype of the activations. "int8": the kernels may round them.
+ACTIVATIONS = ("bf16", "int8")
+#: Besides, for the engine. "fp8": a GPU multiplies many rows in FP8. "auto": so where the checkpoint declares quantized
+#: inputs and the GPU multiplies them, else "bf16".
+ENGINE_ACTIVATIONS = ("auto", *ACTIVATIONS, "fp8")
+#: What reports call inputs in int8.
+INT8_INPUTS = f"INT8 per group 1x{GROUP_COLS} (dynamic, where that is faster)"
+
+
+def allows_int8(
+    choice: str, description: Description, device: torch.device, *, impl: str = "auto", weight_only: bool = True
+) -> bool:
+    """Return whether inputs may be rounded to int8."""
+    if choice not in ACTIVATIONS:
+        raise UnknownNameError("activations", choice, ACTIVATIONS)
+    if choice != "int8":
+        return False
+    if device.type != "cpu":
+        raise UsageError(f"activations int8: only CPUs have the kernels, and the model goes to {device}")
+    if not description.weights:
+        raise UsageError("activations int8: the checkpoint has no quantized weights, and no others have the kernels")
+    if description.quantizes_inputs and not weight_only:
+        raise UsageError(
+            "activations int8: the checkpoint declares quantized inputs of its own, which weight_only leaves out "
+            "(generate and compare: --weight-only)"
+        )
+    reason = "" if impl == "reference" else int8_inputs.why_not()
+    if reason:
+        raise KernelUnavailable(f"activations int8: {reason}")
+    return True
+
 
 _LOG = logging.getLogger(__name__)
 #: The value of `prefill`.

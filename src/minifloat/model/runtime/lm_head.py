@@ -4,27 +4,29 @@ Checkpoints keep this layer in 16 bits. Beside weights in 4 bits it is then a la
 reads. Rounding it to FP8 adds less than a tenth to the KL divergence of weights that were rounded to the nearest codes
 of MXFP4 (docs/results.md, "What an FP8 output layer costs"). It adds a larger part to the divergence of NVFP4 and of
 codes that were chosen with text, and as much again to that of weights in 8 bits. There the layer keeps its precision,
-unless the user asks for FP8.
+unless the user asks for FP8. `round_weight` rounds a weight of a loaded model by all threads.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.rewrite import NEAREST, rounding_of
-from minifloat.errors import UnknownNameError, UsageError
+from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
+from minifloat.kernels.quantize import QuantizedRows, quantize_rows
 from minifloat.model.layouts import Description
 from minifloat.model.layouts.compressed_tensors import NAME as COMPRESSED_TENSORS
 from minifloat.model.layouts.inspection import format_name
 from minifloat.model.runtime.linear import QuantizedLinear
 from minifloat.model.runtime.packing import Packing
-from minifloat.model.runtime.round_weight import round_weight
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import CHANNEL
 from minifloat.numerics.scheme import WeightSpec
@@ -130,3 +132,30 @@ def lm_head_of(model: PreTrainedModel) -> str:
 def _output_layer(model: Any) -> nn.Module | None:
     head: nn.Module | None = model.get_output_embeddings()
     return head
+
+
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_SLAB_ELEMENTS = 1 << 22
+
+
+def round_weight(weight: Tensor, spec: WeightSpec, name: str, *, cure: str = "") -> QuantizedTensor:
+    """Round a weight to nearest. The codes and scales are those of `minifloat quantize`."""
+    if weight.dtype not in _DTYPES:
+        raise UnsupportedTensorError(name, f"expected one of {', '.join(_DTYPES.values())}, found {weight.dtype}")
+    rows, cols = weight.shape
+    step = max(_SLAB_ELEMENTS // max(cols, 1), 1)
+
+    def quantize(start: int) -> QuantizedRows:
+        slab = weight[start : start + step].cpu().contiguous()
+        values = slab.view(torch.uint8).flatten().numpy()
+        return quantize_rows(values, _DTYPES[weight.dtype], (len(slab), cols), spec)
+
+    starts = range(0, rows, step)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        parts = list(pool.map(quantize, starts))
+    nonfinite = sum(part.nonfinite for part in parts)
+    if nonfinite:
+        raise NonFiniteError(name, f"holds {nonfinite} NaN or Inf{cure and '; '}{cure}")
+    codes = torch.from_numpy(np.concatenate([part.codes for part in parts]))
+    scales = torch.from_numpy(np.concatenate([part.scales for part in parts]))
+    return QuantizedTensor(spec, (rows, cols), codes.to(weight.device), scales.to(weight.device))

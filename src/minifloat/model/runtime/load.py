@@ -15,7 +15,8 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,10 @@ from minifloat.checkpoint.hub import model_folder
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear import scaled_mm
 from minifloat.model.layouts import Description, StoredWeight, describe
-from minifloat.model.runtime.activations import allows_int8
 from minifloat.model.runtime.build import empty_model
 from minifloat.model.runtime.config import read_generation_config
 from minifloat.model.runtime.experts import QuantizedExperts, indexes_experts, multiplies_experts
-from minifloat.model.runtime.inputs import InputQuantization
+from minifloat.model.runtime.inputs import InputQuantization, allows_int8
 from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
 from minifloat.model.runtime.lm_head import lm_head_spec, replace_lm_head
 from minifloat.model.runtime.names import Assignment, assign, keeps_float32
@@ -41,42 +41,11 @@ from minifloat.numerics.tensor import QuantizedTensor
 _LOG = logging.getLogger(__name__)
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    weight_only: bool = False,
-    prefill: str | None = None,
-    impl: str = "auto",
-    lm_head: str = "bf16",
-    activations: str = "bf16",
-    revision: str | None = None,
-) -> PreTrainedModel:
-    """Load a checkpoint, quantized or not, as a transformers model in eval mode.
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is loaded.
 
-    Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`; every layout that
-    `minifloat.model.layouts.describe` knows is read. A quantized weight that something other than a plain
-    `torch.nn.Linear` or indexed experts uses is dequantized here, and a warning names it. Scales of the KV cache are
-    not used.
-
-    Where the checkpoint declares quantized inputs (W8A8: `fp8-static`, `fp8-dynamic`, `fp8-block`; W8A8, W4A8 and W4A4
-    of MXFP8, MXFP4 and NVFP4; and the like of other tools), they are quantized as a server with such hardware does it,
-    by `minifloat.kernels.linear.linear`; every module with its own scales. Servers that fuse q/k/v, gate/up or all
-    experts of a layer take the largest static scale of those, which is the same where they share one. Servers on other
-    hardware (Ampere: Marlin kernels) run the same checkpoints weight-only; `weight_only` computes the same. Inputs of
-    weights in blocks with E8M0 scales, and of experts whose class does more with a weight than multiply, are not
-    quantized; a warning names them.
-
-    On the CPU and on a GPU every quantized weight is packed for the kernels as soon as it is read, and the codes as
-    stored are dropped: memory holds both forms only of the weight being packed and of the few read ahead. Weights that
-    have no packed form, or all where the native library or triton is missing, are held as stored and multiplied by the
-    reference, which decodes them in every call; a warning says why and how many. The two differ in one rounding: with
-    16-bit activations the kernels multiply codes and scales in float32; the reference rounds the weight to the 16 bits
-    first, as a model of dequantized weights would (`minifloat.kernels.linear.linear`).
-
-    Args:
-        path: A folder in Hugging Face layout, or a model of the hub.
+    Attributes:
         dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
         device: Device of the model; every tensor is moved there as soon as it is read.
         weight_only: Keep all inputs in `dtype`, whatever the checkpoint declares.
@@ -85,11 +54,48 @@ def load(
             in blocks). Prompts then take the time of FP8 tensor cores and have the error of quantized inputs, and the
             output depends on how many rows are computed together. Such weights are in memory twice. Experts stay
             weight-only.
-        impl: What multiplies quantized weights: "auto", as above; "reference", everywhere; "cpu" or "triton", the
-            kernels of that device or an error.
+        impl: What multiplies quantized weights: "auto", the kernels where they can, else the reference; "reference",
+            everywhere; "cpu" or "triton", the kernels of that device or an error.
         lm_head: "bf16" keeps the output layer as it is stored; "fp8" quantizes it per channel, unless it is stored
             quantized; "auto" does what `Engine` does (`minifloat.model.runtime.lm_head.LM_HEADS`).
         activations: "int8" allows the kernels of the CPU to round inputs of quantized weights to int8; "bf16" does not.
+    """
+
+    dtype: torch.dtype | None = None
+    device: str | torch.device = "cpu"
+    weight_only: bool = False
+    prefill: str | None = None
+    impl: str = "auto"
+    lm_head: str = "bf16"
+    activations: str = "bf16"
+
+
+def load(
+    path: str | os.PathLike[str],
+    options: LoadOptions = LoadOptions(),
+    *,
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint, quantized or not, as a transformers model in eval mode.
+
+    Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`; every layout that
+    `minifloat.model.layouts.describe` knows is read. A quantized weight that something else uses is dequantized, and a
+    warning names it. Scales of the KV cache are not used.
+
+    Where the checkpoint declares quantized inputs (W8A8, W4A8, W4A4), they are quantized as a server with such hardware
+    does it, by `minifloat.kernels.linear.linear`; every module with its own scales. Servers that fuse q/k/v, gate/up or
+    the experts of a layer take the largest static scale of those. Servers on other hardware (Ampere: Marlin kernels)
+    run the same checkpoints weight-only. Inputs of weights in blocks with E8M0 scales, and of experts whose class does
+    more with a weight than multiply, are not quantized; a warning names them.
+
+    Every quantized weight is packed for the kernels as soon as it is read, and the codes as stored are dropped. Weights
+    that have no packed form, or all where the native library or triton is missing, are multiplied by the reference; a
+    warning says why and how many. The two differ in one rounding: with 16-bit activations the kernels multiply codes
+    and scales in float32; the reference rounds the weight to the 16 bits first.
+
+    Args:
+        path: A folder in Hugging Face layout, or a model of the hub.
+        options: Dtype, device, and what is done with inputs and the output layer.
         revision: Revision of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
 
     Returns:
@@ -101,41 +107,23 @@ def load(
         ConfigError: If transformers cannot build the model, or only with the checkpoint's own code; or if static inputs
             are declared and a module has no scale for them.
         TensorError: If a tensor does not fit its parameter, or a scale is NaN or Inf.
-        KernelUnavailable: If `impl` is "cpu" or "triton" and a weight cannot be packed, or goes to another device; or
-            if the GPU has no FP8 product for `prefill`, or this processor no kernels for `activations`.
-        UnknownNameError: If `impl`, `prefill`, `lm_head` or `activations` has another value.
+        KernelUnavailable: If a weight cannot be packed for the `impl` that is named, or the device has no product for
+            `prefill` or `activations`.
+        UnknownNameError: If an option has another value.
         UsageError: If `lm_head` is "fp8" and the model has no output layer that can be replaced, or `activations` is
             "int8" and contradicts the device, the checkpoint or `prefill`.
     """
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
-        return load_opened(
-            checkpoint,
-            describe(checkpoint),
-            dtype=dtype,
-            device=device,
-            weight_only=weight_only,
-            prefill=prefill,
-            impl=impl,
-            lm_head=lm_head,
-            activations=activations,
-        )
+        return load_opened(checkpoint, describe(checkpoint), options)
 
 
-class LoadKeywords(TypedDict, total=False):
-    """Keyword arguments of `load` that say how a model is loaded, for functions that pass them on."""
-
-    dtype: torch.dtype | None
-    device: str | torch.device
-    weight_only: bool
-    prefill: str | None
-    impl: str
-    lm_head: str
-    activations: str
-
-
-def load_opened(checkpoint: Checkpoint, description: Description, **options: Unpack[LoadKeywords]) -> PreTrainedModel:
+def load_opened(
+    checkpoint: Checkpoint,
+    description: Description,
+    options: LoadOptions = LoadOptions(),
+) -> PreTrainedModel:
     """Load a checkpoint that is open and described already."""
-    loader = Loader(checkpoint, description, **options)
+    loader = Loader(checkpoint, description, options)
     loader.run()
     model = loader.model
     generation_config = read_generation_config(checkpoint) if model.can_generate() else None
@@ -162,25 +150,21 @@ class Loader:
         self,
         checkpoint: Checkpoint,
         description: Description,
-        *,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
-        weight_only: bool = False,
-        prefill: str | None = None,
-        impl: str = "auto",
-        lm_head: str = "bf16",
-        activations: str = "bf16",
+        options: LoadOptions = LoadOptions(),
     ) -> None:
-        self.device = torch.device(device)
-        int8 = allows_int8(activations, description, self.device, impl=impl, weight_only=weight_only)
-        if int8 and prefill is not None:
-            raise UsageError(f"activations int8 and prefill {prefill} exclude each other")
-        self.packing = Packing(impl, self.device, int8_inputs=int8)
+        self.device = torch.device(options.device)
+        int8 = allows_int8(
+            options.activations, description, self.device, impl=options.impl, weight_only=options.weight_only
+        )
+        if int8 and options.prefill is not None:
+            raise UsageError(f"activations int8 and prefill {options.prefill} exclude each other")
+        self.packing = Packing(options.impl, self.device, int8_inputs=int8)
         self.checkpoint = checkpoint
         self.tensors = StoredTensors(checkpoint, description)
-        self.model = empty_model(checkpoint, dtype or self.tensors.dtype())
-        self.lm_head, self._lm_head_asked = lm_head_spec(lm_head, checkpoint, description), lm_head == "fp8"
-        self.inputs = InputQuantization(checkpoint, weight_only, prefill)
+        self.model = empty_model(checkpoint, options.dtype or self.tensors.dtype())
+        self.lm_head = lm_head_spec(options.lm_head, checkpoint, description)
+        self._lm_head_asked = options.lm_head == "fp8"
+        self.inputs = InputQuantization(checkpoint, options.weight_only, options.prefill)
         self.expected: dict[str, Tensor] = self.model.state_dict()
         self.missing = set(self.expected)
         self.float32 = keeps_float32(self.model, self.model.dtype)

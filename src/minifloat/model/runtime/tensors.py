@@ -10,6 +10,8 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,9 +20,50 @@ from torch import Tensor
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, ShapeError, UnsupportedTensorError
 from minifloat.model.layouts import Description, StoredWeight, read_weight
-from minifloat.model.runtime.ahead import ReadAhead
 from minifloat.model.runtime.config import config_dtype
 from minifloat.numerics.tensor import QuantizedTensor
+
+#: Number of weights that are read ahead.
+DEPTH = 2
+
+
+class ReadAhead:
+    """Reads weights on a second thread, in an announced order, while others are being packed.
+
+    Reading waits for the disk, or copies from the page cache on one core; packing computes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, order: Iterable[StoredWeight]) -> None:
+        self._checkpoint = checkpoint
+        self._rest = iter(order)
+        self._reads: dict[str, Future[QuantizedTensor]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="minifloat-read")
+        for _ in range(DEPTH):
+            self._read_next()
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._reads.clear()
+
+    def read(self, stored: StoredWeight) -> QuantizedTensor:
+        """Return a weight, as `minifloat.model.layouts.read_weight` does and with its errors."""
+        read = self._reads.pop(stored.module, None)
+        if read is None:
+            return read_weight(self._checkpoint, stored)
+        weight = read.result()
+        self._read_next()
+        return weight
+
+    def _read_next(self) -> None:
+        stored = next(self._rest, None)
+        if stored is not None:
+            self._reads[stored.module] = self._pool.submit(read_weight, self._checkpoint, stored)
+
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from minifloat.errors import ConversionError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, SingleExpert
 from minifloat.model.layouts import Description, StoredWeight
-from minifloat.model.runtime.stored_experts import stored_fused_as
+from minifloat.model.runtime.engine_names import stored_fused_as
 
 #: Experts of a fused tensor by index, and their linears by position among those that the tensor holds.
 _Experts = dict[int, dict[int, StoredWeight]]

@@ -12,8 +12,8 @@ from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.groups import expert_group
 from minifloat.model.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
+from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.inspection import format_name
-from minifloat.model.layouts.model_config import quantized_model_config
 from minifloat.model.layouts.refusal import refuse_kv
 from minifloat.model.layouts.stored import SCALE_FORMATS, kv_scale_of
 from minifloat.model.plan.quantization import kept_linears

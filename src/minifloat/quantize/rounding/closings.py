@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
-from minifloat.model.runtime.forward import replace_forward
+from minifloat.model.runtime.build import replace_forward
 from minifloat.quantize.rounding.stages import Stage, first_tensor
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minifloat.calibration.experts import Record, inner_inputs, watch_experts
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.errors import NonFiniteError
-from minifloat.model.runtime.forward import replace_forward
+from minifloat.model.runtime.build import replace_forward
 from minifloat.quantize.rounding.stages import Stage, first_tensor
 from minifloat.quantize.rounding.statistics import Rows
 

@@ -16,9 +16,11 @@ from minifloat.errors import UsageError
 from minifloat.evaluate.compare.attribution import Attribution, attribute
 from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.verdict import Tolerance
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
+
+IN_FLOAT32 = LoadOptions(dtype=torch.float32)
 
 MakeModel = Callable[..., Path]
 
@@ -82,7 +84,7 @@ def test_a_scale_multiplied_by_1_05_is_the_only_difference(
     other = changed(tmp_path / "q", tmp_path / "other", f"{module}.weight_scale")
     result = attributed(tmp_path / "q", other)
     (row,) = result.rows
-    whole = kl_of_torch(load(tmp_path / "q", dtype=torch.float32), load(other, dtype=torch.float32))
+    whole = kl_of_torch(load(tmp_path / "q", IN_FLOAT32), load(other, IN_FLOAT32))
     assert (row.module, row.kl_without, row.extra_bytes) == (module, 0, 0)
     assert row.kl_alone == pytest.approx(whole, rel=1e-6)
     assert row.sqnr_db == pytest.approx(26, abs=0.1)  # 5% of the output
@@ -111,7 +113,7 @@ def test_one_changed_tensor_of_a_plain_copy_is_the_only_difference(
     other = changed(llama_folder, tmp_path / "other", tensor)
     (row,) = attributed(llama_folder, other).rows
     assert (row.module, row.kl_without, row.extra_bytes) == (tensor.removesuffix(".weight"), 0, 0)
-    whole = kl_of_torch(load(llama_folder, dtype=torch.float32), load(other, dtype=torch.float32))
+    whole = kl_of_torch(load(llama_folder, IN_FLOAT32), load(other, IN_FLOAT32))
     assert row.kl_alone == pytest.approx(whole, rel=1e-6)
 
 
@@ -148,7 +150,7 @@ def test_a_run_without_quantized_inputs_is_measured_without_them(
     assert result.rows != attributed(baseline, other).rows
     (row,) = (row for row in result.rows if row.module == "model.layers.1.mlp.down_proj")
     if quantized_baseline:
-        alone = load(other, dtype=torch.float32)
+        alone = load(other, IN_FLOAT32)
         alone.get_submodule(row.module).activation = None
         assert row.kl_alone == pytest.approx(kl_of_torch(predictor(baseline).model, alone), rel=1e-6)
 
@@ -165,7 +167,7 @@ def test_damage_alone_and_without_equals_that_of_checkpoints_quantized_according
     result = attributed(llama_folder, tmp_path / "q")
     row = next(row for row in result.rows if row.module == module)
     baseline, alone, without = (
-        load(folder, dtype=torch.float32) for folder in (llama_folder, tmp_path / "alone", tmp_path / "without")
+        load(folder, IN_FLOAT32) for folder in (llama_folder, tmp_path / "alone", tmp_path / "without")
     )
     assert row.kl_alone == pytest.approx(kl_of_torch(baseline, alone), rel=1e-4)
     assert row.kl_without == pytest.approx(kl_of_torch(baseline, without), rel=1e-4)
@@ -175,7 +177,7 @@ def test_damage_alone_and_without_equals_that_of_checkpoints_quantized_according
 
 def test_sqnr_is_measured_at_the_output_on_the_inputs_of_the_baseline(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    baseline, candidate = (load(folder, dtype=torch.float32) for folder in (llama_folder, tmp_path / "q"))
+    baseline, candidate = (load(folder, IN_FLOAT32) for folder in (llama_folder, tmp_path / "q"))
     inputs: dict[str, torch.Tensor] = {}
     for name, module in baseline.named_modules():
         if isinstance(module, nn.Linear):
@@ -280,7 +282,7 @@ def test_each_projection_of_a_layers_experts_is_one_module(
     name = next(name for name in names if f"layers.1.{block}.experts" in name or "layers.1.mlp.experts" in name)
     other = changed(tmp_path / "q", tmp_path / "other", name, 1.3)
     (row,) = attributed(tmp_path / "q", other).rows
-    whole = kl_of_torch(*(load(folder, dtype=torch.float32) for folder in (tmp_path / "q", other)))
+    whole = kl_of_torch(*(load(folder, IN_FLOAT32) for folder in (tmp_path / "q", other)))
     assert row.module.startswith("model.layers.1.mlp.experts.")
     assert row.kl_alone == pytest.approx(whole, rel=1e-6)
     assert row.kl_without == 0
@@ -294,7 +296,7 @@ def test_the_sqnr_of_experts_is_that_of_all_experts_of_a_layer_together(
     (row,) = attributed(plain, other).rows
     assert row.module == "model.layers.1.mlp.experts.gate_up_proj"
     outputs = []
-    for model in (load(folder, dtype=torch.float32) for folder in (plain, other)):  # the same before the layer
+    for model in (load(folder, IN_FLOAT32) for folder in (plain, other)):  # the same before the layer
         model.model.layers[1].mlp.experts.register_forward_hook(lambda _, __, output: outputs.append(output.double()))
         with torch.no_grad():
             model(WINDOWS)

@@ -27,8 +27,7 @@ from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.groups import serving_group
 from minifloat.model.architecture.roles import is_matrix, role_of
-from minifloat.model.plan.override_patterns import override_patterns
-from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.overrides import Override, override_patterns
 from minifloat.model.runtime.names import assign
 
 

@@ -17,8 +17,7 @@ from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import ENGINES, Target
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.architecture.groups import expert_group
-from minifloat.model.plan.override_patterns import override_patterns
-from minifloat.model.plan.overrides import KEEP, Override
+from minifloat.model.plan.overrides import KEEP, Override, override_patterns
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme
 from minifloat.quantize.rounding.budget.groups import Group, Groups, find_groups
