@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifloat.model.runtime import round_weight as module
+from minifloat.model.runtime import lm_head as module
 from minifloat.model.runtime.lm_head import FP8, round_weight
 from minifloat.numerics.scheme import get_scheme
 from minifloat.numerics.tensor import quantize_tensor
