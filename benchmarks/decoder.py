@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import instruction_sets
-import linear_bars
+import linear_shapes
 
 from minifloat.errors import MinifloatError
 from minifloat.kernels import native
@@ -215,7 +215,7 @@ def torch_prefill(layers: int, tokens: int) -> Case:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--formats", default="fp8,mxfp4,bf16", show_default=True, help=", ".join(linear_bars.FORMATS))
+@click.option("--formats", default="fp8,mxfp4,bf16", show_default=True, help=", ".join(linear_shapes.FORMATS))
 @click.option("--batches", default="1,16,32", show_default=True, help="Batch sizes of decode steps.")
 @click.option("--contexts", default="256", show_default=True, help="Number of keys of each sequence.")
 @click.option("--prefill", default=256, show_default=True, help="Number of tokens of the prompt; 0 skips prefill.")
@@ -238,7 +238,7 @@ def main(isa: str | None, **options: Any) -> None:
     cases = []
     cache = KVCache([(KV_HEADS, HEAD_DIM)] * layers, blocks, element)
     cache.data.zero_()
-    for name in linear_bars.parse_formats(options["formats"]):
+    for name in linear_shapes.parse_names(options["formats"], linear_shapes.FORMATS, "formats"):
         decoder = decoder_of(name, layers)
         nbytes = weight_bytes(decoder)
         for context in contexts:

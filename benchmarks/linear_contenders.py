@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from linear_bars import BASELINE, FORMATS
+from linear_report import READ
+from linear_shapes import BASELINE, FORMATS, Shape
 from timing import Contender
 from torch import Tensor
 from torch.nn import functional
@@ -27,15 +28,11 @@ from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
-#: Not a product: reading the bytes of the weights once, which is the limit of all products with few rows.
-READ = "memory read"
 FP32 = "torch FP32"
-HUGE = "torch BF16, 2 MB pages"
-DEQUANTIZE = "w.to(bf16) * s"
 INT8 = "int8pack_mm"
 TORCHAO = "torchao float8"
 QUANTO = "quanto float8"
-PEERS = (HUGE, FP32, DEQUANTIZE, INT8, TORCHAO, QUANTO)
+PEERS = (FP32, INT8, TORCHAO, QUANTO)
 #: Peer -> the package that provides it.
 PACKAGES = {TORCHAO: "torchao", QUANTO: "optimum.quanto"}
 
@@ -44,8 +41,6 @@ READ_PART = 64 << 20
 #: `_weight_int8pack_mm` of torch 2.13 reads outside its memory if N or K is not a multiple of this.
 INT8_MULTIPLE = 32
 
-Shape = tuple[int, int]
-
 
 def missing(peers: tuple[str, ...]) -> list[str]:
     """Return the peers whose package is not installed."""
@@ -53,17 +48,7 @@ def missing(peers: tuple[str, ...]) -> list[str]:
 
 
 def contenders(shape: Shape, formats: tuple[str, ...], peers: tuple[str, ...], nbytes: int) -> list[Contender]:
-    """Return the baseline, the peers that can run here and our formats, in the order in which a round runs them.
-
-    Args:
-        shape: ``(N, K)`` of a weight.
-        formats: Names of `FORMATS`.
-        peers: Names of `PEERS`.
-        nbytes: Smallest total bytes of each contender's distinct weights.
-
-    Raises:
-        UsageError: If the free memory cannot hold the weights.
-    """
+    """Return the baseline, the peers that can run here and our formats, each with `nbytes` of distinct weights."""
     absent = missing(peers)
     if any(side % INT8_MULTIPLE for side in shape):
         absent.append(INT8)
@@ -89,11 +74,7 @@ def _with_int8_inputs(contender: Contender) -> list[Contender]:
 
 
 def memory_read(nbytes: int, threads: int) -> Contender:
-    """Return a contender that reads `nbytes` in parts, so that the limit is measured in the same rounds as the others.
-
-    Raises:
-        KernelUnavailable: If there is no native library.
-    """
+    """Return a contender that reads `nbytes` in parts: the limit, measured in the same rounds as the others."""
     library = native.load()
     if library is None:
         raise KernelUnavailable(f"the read bandwidth cannot be measured: {native.why_unavailable()}")
@@ -109,10 +90,6 @@ def source(name: str, shape: Shape) -> QuantizedTensor | Tensor:
 
     Random codes would not represent trained weights: 1 in 16 random E4M3 codes is zero or subnormal, but only 1 in some
     thousand codes of trained weights is, and the kernels decode these codes in another way.
-
-    Args:
-        name: A name of `FORMATS`.
-        shape: ``(N, K)``.
     """
     weight = torch.randn(shape).to(torch.bfloat16)
     return weight if name == "bf16" else quantize_tensor(weight, SCHEMES[name].weight)
@@ -126,9 +103,7 @@ def _make(name: str, shape: Shape, nbytes: int) -> Contender:
         return Contender(name, linear, weights, first.nbytes)
     makers: dict[str, Callable[[str, Shape, int], Contender]] = {
         BASELINE: _torch_bf16,
-        HUGE: _torch_bf16,
         FP32: _torch_fp32,
-        DEQUANTIZE: _dequantize,
         INT8: _int8,
         TORCHAO: _module,
         QUANTO: _module,
@@ -138,25 +113,12 @@ def _make(name: str, shape: Shape, nbytes: int) -> Contender:
 
 def _torch_bf16(name: str, shape: Shape, nbytes: int) -> Contender:
     weight = torch.randn(shape).to(torch.bfloat16)
-    empty = _in_huge_pages if name == HUGE else torch.empty_like
-    return Contender(name, functional.linear, _copies(weight, nbytes, empty), weight.nbytes)
+    return Contender(name, functional.linear, _copies(weight, nbytes), weight.nbytes)
 
 
 def _torch_fp32(name: str, shape: Shape, nbytes: int) -> Contender:
     weight = torch.randn(shape)
     return Contender(name, functional.linear, _copies(weight, nbytes), weight.nbytes, torch.float32)
-
-
-def _dequantize(name: str, shape: Shape, nbytes: int) -> Contender:
-    codes = torch.randn(shape).to(torch.float8_e4m3fn)
-    scale = torch.rand(shape[0], 1, dtype=torch.bfloat16)
-    weights = [(codes, scale) for codes in _copies(codes, nbytes)]
-
-    def multiply(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
-        codes, scale = weight
-        return functional.linear(x, codes.to(torch.bfloat16) * scale)
-
-    return Contender(name, multiply, weights, codes.nbytes + scale.nbytes)
 
 
 def _int8(name: str, shape: Shape, nbytes: int) -> Contender:
@@ -203,16 +165,12 @@ def _linear(shape: Shape) -> torch.nn.Linear:
     return torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16).requires_grad_(False)
 
 
-def _copies(weight: Tensor, nbytes: int, empty: Callable[[Tensor], Tensor] = torch.empty_like) -> list[Tensor]:
-    return [empty(weight).copy_(weight) for _ in range(_count(nbytes, weight.nbytes))]
+def _copies(weight: Tensor, nbytes: int) -> list[Tensor]:
+    return [weight.clone() for _ in range(_count(nbytes, weight.nbytes))]
 
 
 def _count(nbytes: int, each: int) -> int:
     return max(1, math.ceil(nbytes / each))
-
-
-def _in_huge_pages(like: Tensor) -> Tensor:
-    return allocate(like.nbytes).view(like.dtype).view(like.shape)
 
 
 def _check_memory(count: int, shape: Shape, nbytes: int) -> None:

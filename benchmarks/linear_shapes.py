@@ -1,7 +1,7 @@
 """Names and shapes of the linears that `benchmarks/linear.py` measures.
 
-q/k/v and gate/up share their input, so each pair or triple is one weight with the rows of all of them (`--fused`
-measures the gain). Source: the `config.json` of the models.
+q/k/v and gate/up share their input, so each pair or triple is one weight with the rows of all of them. Source: the
+`config.json` of the models.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from minifloat.errors import UsageError
 
 Shape = tuple[int, int]
+
+BASELINE = "torch BF16"
+FORMATS = ("fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16")
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,6 @@ class Model:
             "gate_up": (2 * self.intermediate, self.hidden),
             "down": (self.hidden, self.intermediate),
             "lm_head": (self.vocabulary, self.hidden),
-        }
-
-    @property
-    def together(self) -> dict[str, tuple[Shape, ...]]:
-        """Name of a fused linear -> ``(N, K)`` of its weights in the checkpoint, which one call can multiply."""
-        return {
-            "qkv": ((self.q, self.hidden), (self.kv, self.hidden), (self.kv, self.hidden)),
-            "gate_up": ((self.intermediate, self.hidden), (self.intermediate, self.hidden)),
         }
 
 
@@ -77,3 +72,14 @@ def parse_shapes(text: str) -> dict[str, Shape]:
             part_shapes = {part: (int(rows), int(cols))}
         shapes |= {name: shape for name, shape in part_shapes.items() if shape not in shapes.values()}
     return shapes
+
+
+def parse_names(text: str, known: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """Return names separated by commas, "all" or "none"; `kind` is their noun in the error about an unknown one."""
+    if text in ("all", "none"):
+        return known if text == "all" else ()
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"unknown {kind} {', '.join(unknown)}; there are: {', '.join(known)}, or all, none")
+    return names

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import instruction_sets
-import linear_bars
+import linear_shapes
 
 from minifloat.errors import MinifloatError
-from minifloat.kernels import native
 
 # Modules that import torch come after force(), because torch reads its instruction set limits when it is imported.
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def contenders(layers: dict[str, list[list[Any]]], tokens: int) -> list[Contende
     for name, kept in layers.items():
         calls = [(kept[i % len(kept)], routing) for i, routing in enumerate(routed)]
         each = sum(stack[0].nbytes for stack in kept[0])
-        multiply = torch_multiply if name == linear_bars.BASELINE else our_multiply
+        multiply = torch_multiply if name == linear_shapes.BASELINE else our_multiply
         result.append(Contender(name, multiply, calls, int(touched * each)))
     return result
 
@@ -137,7 +136,7 @@ def run(formats: tuple[str, ...], tokens: tuple[int, ...], nbytes: int, rounds: 
     click.echo(f"{instruction_sets.describe(facts)}\n{EXPERTS} experts, {CHOSEN} per token, {PROJECTIONS}\n{HEADER}")
     cases = []
     with torch.inference_mode():
-        layers: dict[str, list[list[Any]]] = {linear_bars.BASELINE: torch_layers(nbytes)}
+        layers: dict[str, list[list[Any]]] = {linear_shapes.BASELINE: torch_layers(nbytes)}
         layers |= {name: our_layers(name, nbytes) for name in formats}
         reading = memory_read(nbytes, threads)
         flops = sum(rows * cols for rows, cols in PROJECTIONS) // HIDDEN
@@ -146,16 +145,16 @@ def run(formats: tuple[str, ...], tokens: tuple[int, ...], nbytes: int, rounds: 
             samples = measure(compared, count, HIDDEN, rounds, seconds)
             # A product of CHOSEN rows per token with a weight [flops, HIDDEN] has the same number of operations.
             case = Case("experts", (flops * CHOSEN, HIDDEN), count, {c.name: c.nbytes for c in compared}, samples)
-            rows = rows_of(case, native.isa(), rules_only=True)
+            rows = rows_of(case)
             for row in rows:
-                click.echo(line(row, max(row.gflops for row in rows)))
+                click.echo(line(count, row, max(row.gflops for row in rows)))
             click.echo()
             cases.append(record(case, rows))
     return {"machine": facts, "rounds": rounds, "gigabytes": nbytes / 1e9, "cases": cases}
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--formats", default="fp8,mxfp4,bf16", show_default=True, help=", ".join(linear_bars.FORMATS))
+@click.option("--formats", default="fp8,mxfp4,bf16", show_default=True, help=", ".join(linear_shapes.FORMATS))
 @click.option("--tokens", default="1,8,64", show_default=True)
 @click.option("--gigabytes", default=1.0, show_default=True, help="Size of each contender's weights.")
 @click.option("--rounds", default=7, show_default=True)
@@ -170,7 +169,7 @@ def main(isa: str | None, threads: int, json_path: Path | None, **options: Any) 
 
     if threads:
         torch.set_num_threads(threads)
-    formats = linear_bars.parse_formats(options["formats"])
+    formats = linear_shapes.parse_names(options["formats"], linear_shapes.FORMATS, "formats")
     tokens = tuple(int(count) for count in options["tokens"].split(","))
     out = run(formats, tokens, int(options["gigabytes"] * 1e9), options["rounds"], options["seconds"])
     if json_path:
