@@ -1,17 +1,18 @@
-"""Grammars are computed in processes with limits; texts that wait for them hold up no others."""
+"""Grammars are computed in threads with limits; texts that wait for them hold up no others."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from minifloat.engine import Delivery, Engine, EngineOptions, Grammar, Request, SamplingParams
@@ -19,11 +20,11 @@ from minifloat.engine.grammar import GrammarLimits, Grammars, GrammarState
 from minifloat.errors import QueueFull, UsageError
 from minifloat.model.runtime.tokenizer import serving_tokenizer
 
-#: Takes seconds and hundreds of megabytes within llguidance's own limits; without its precomputation it does not end.
-BOMB = {"type": "string", "pattern": "^a{1000000000}$"}
 #: Valid JSON Schema; llguidance reaches a limit after the first token.
 ENDLESS = {"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["child"]}
 SECONDS = 60.0
+#: Limits of one attack: seconds of processor time, bytes, and seconds that another thread may be late.
+MOST_SECONDS, MOST_MEMORY, MOST_DELAY, ATTEMPTS = 3.0, 256 << 20, 0.1, 5
 
 
 def pattern(text: str) -> Grammar:
@@ -32,7 +33,7 @@ def pattern(text: str) -> Grammar:
 
 def allowed(state: GrammarState, vocab: int) -> list[int]:
     """The tokens that may follow."""
-    state.wait_for([state], SECONDS)
+    state.grammars.wait([state], SECONDS)
     logits = np.zeros(vocab, dtype=np.float32)
     state.forbid(logits)
     return np.flatnonzero(np.isfinite(logits)).tolist()
@@ -72,33 +73,81 @@ def case(llama_folder: Path) -> Iterator[Case]:
     made.close()
 
 
-def pid(grammars: Grammars, grammar: Grammar) -> int:
-    return grammars._compiled[grammar.source].pid
+def nap(until: threading.Event) -> float:
+    """Sleep again and again until an event; return by how much the longest sleep was too long."""
+    longest = 0.0
+    while not until.is_set():
+        started = time.perf_counter()
+        time.sleep(0.001)
+        longest = max(longest, time.perf_counter() - started)
+    return longest
 
 
-def test_a_grammar_that_computes_for_too_long_is_ended_by_the_system(case: Case) -> None:
-    endless = case.grammars(step_seconds=0.1, parser={"precompute_large_lexemes": False})
-    with pytest.raises(UsageError, match=r"response_format: the grammar took more than 0\.1 s for one token"):
-        case.begin(endless, Grammar.json_schema(BOMB))
-    assert len(endless) == 0
+ATTACKS: dict[str, dict[str, Any]] = {
+    "counted repetition": {"type": "string", "pattern": "^a{1000000000}$"},
+    "nested repetition": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+    "options": {"type": "string", "pattern": "^" + "a?" * 30_000 + "$"},
+    "options and letters": {"type": "string", "pattern": "^" + "a?" * 3_000 + "a" * 3_000 + "$"},
+    "stars": {"type": "string", "pattern": "^" + "(a|b)*" * 9_000 + "$"},
+    "stars in stars": {"type": "string", "pattern": "(a*)*" * 5_000},
+    "dots": {"type": "string", "pattern": ".*" * 20_000},
+    "many states": {"type": "string", "pattern": "^(.*a.{500}b.*|.*c.{400}d.*)*$"},
+    "brackets": {"type": "string", "pattern": "(" * 20_000 + "a" + ")" * 20_000},
+    "long array": {"const": [[index] for index in range(8_000)]},
+    "many properties": {"type": "object", "properties": {f"k{index}": {"type": "integer"} for index in range(2_000)}},
+    "chain of references": {
+        "$defs": {**{f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(1_000)}, "a1000": {}},
+        "$ref": "#/$defs/a0",
+    },
+    "intersections": {"allOf": [{"type": "string", "pattern": f"^.*{index}.*$"} for index in range(30)]},
+    "multiple": {"type": "integer", "multipleOf": 99_991},
+    "endless": ENDLESS,
+}
 
 
-def test_a_grammar_that_takes_too_much_memory_is_ended_by_the_system(case: Case) -> None:
-    with pytest.raises(UsageError, match="response_format: the grammar took more than 8 MiB"):
-        case.begin(case.grammars(memory=8 << 20), Grammar.json_schema(BOMB))
+def attack(case: Case, grammars: Grammars, schema: dict[str, Any]) -> None:
+    """Compile a grammar, and take some steps in it until it ends or fails."""
+    try:
+        state = case.begin(grammars, Grammar.json_schema(schema))
+        for _ in range(20):
+            tokens = allowed(state, case.vocab)
+            if state.done or not tokens:
+                return
+            state.add(tokens[len(tokens) // 2])
+    except UsageError:
+        return
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_are_bounded_in_time_and_memory_and_hold_up_no_other_thread(case: Case, name: str) -> None:
+    delays = []
+    for _ in range(ATTEMPTS):
+        grammars, ended = case.grammars(), threading.Event()
+        grammars.prepare()
+        memory, seconds = psutil.Process().memory_info().rss, time.process_time()
+        with ThreadPoolExecutor(1) as other:
+            delay = other.submit(nap, ended)
+            attack(case, grammars, ATTACKS[name])
+            ended.set()
+        assert psutil.Process().memory_info().rss - memory < MOST_MEMORY
+        assert time.process_time() - seconds < MOST_SECONDS
+        delays.append(delay.result())
+        if delays[-1] < MOST_DELAY:
+            return
+    pytest.fail(f"another thread waited {[round(each, 3) for each in delays]} s")
 
 
 def test_texts_that_use_up_the_processor_time_of_their_grammar_fail(case: Case) -> None:
     grammars = case.grammars(seconds=0.0)
     state = case.begin(grammars, Grammar.json_object())
     state.add(case.tokens("{")[-1])
-    state.wait_for([state], SECONDS)
+    state.grammars.wait([state], SECONDS)
     with pytest.raises(UsageError, match="the grammar has used up its processor time"):
         state.forbid(np.zeros(case.vocab, dtype=np.float32))
 
 
-def test_equal_grammars_share_a_process_and_others_are_refused_when_there_are_too_many(case: Case) -> None:
-    grammars = case.grammars(processes=2)
+def test_equal_grammars_share_a_thread_and_others_are_refused_when_there_are_too_many(case: Case) -> None:
+    grammars = case.grammars(grammars=2)
     states = [
         case.begin(grammars, pattern("a")),
         case.begin(grammars, pattern("a")),
@@ -132,24 +181,6 @@ def test_texts_of_one_grammar_are_independent(case: Case) -> None:
     assert (first.done, second.done) == (True, False)
 
 
-def test_texts_continue_in_a_new_process_when_theirs_has_been_ended(case: Case) -> None:
-    grammars, grammar = case.grammars(), pattern("(ab)*")
-    state = case.begin(grammars, grammar)
-    for token in case.tokens('"a'):
-        state.add(token)
-    before, old = allowed(state, case.vocab), pid(grammars, grammar)
-    os.kill(old, signal.SIGKILL)
-    other = None
-    while other is None or pid(grammars, grammar) == old:  # the thread notices it
-        other = threading.Event()
-        other.wait(0.01)
-    state.add(before[0])
-    other_text = case.begin(grammars, grammar)
-    for token in (*case.tokens('"a'), before[0]):
-        other_text.add(token)
-    assert allowed(state, case.vocab) == allowed(other_text, case.vocab)
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -167,14 +198,22 @@ def test_references_in_a_circle_are_refused_with_a_plain_message(case: Case, sch
     )
 
 
-def test_the_processes_end_with_the_engine(case: Case) -> None:
+def test_the_texts_end_with_the_engine_and_another_can_begin(case: Case) -> None:
     grammars = case.grammars()
-    case.begin(grammars, Grammar.json_object())
-    ours = [pid(grammars, Grammar.json_object()), grammars._forker._process.pid]  # type: ignore[union-attr]
+    state = case.begin(grammars, Grammar.json_object())
     grammars.close()
-    for number in ours:
-        with pytest.raises(ProcessLookupError):
-            os.kill(number, 0)
+    state.add(case.tokens("{")[-1])
+    with pytest.raises(UsageError, match="the engine has been closed"):
+        state.forbid(np.zeros(case.vocab, dtype=np.float32))
+    assert len(grammars) == 0
+    assert allowed(case.begin(grammars, Grammar.json_object()), case.vocab)
+
+
+def test_grammars_without_texts_are_kept_if_they_are_few(case: Case) -> None:
+    grammars = case.grammars(idle=1)
+    for letter in "abc":
+        case.begin(grammars, pattern(letter)).close()
+    assert list(grammars._compiled) == [pattern("c").source]
 
 
 # ---------------------------------------------------------------------------------------------- in an engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from minifloat.engine import (
@@ -117,7 +118,7 @@ class FakeEngine:
     def compile(self, grammar: Grammar) -> GrammarState:
         ready: Future[None] = Future()
         ready.set_result(None)
-        return GrammarState(_NoGrammars(), 1, ready)
+        return GrammarState(_NoGrammars(), SimpleNamespace(ready=ready, first_mask=None))  # type: ignore[arg-type]
 
     def begin(self, request: Request, grammar: GrammarState | None = None) -> _Work:
         self.check(request.prompt, request.params)

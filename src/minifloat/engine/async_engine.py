@@ -22,7 +22,7 @@ from typing import Any
 from minifloat.engine.engine import Engine
 from minifloat.engine.sampling import SamplingParams
 from minifloat.engine.sequence import Delivery, Request, Sequence
-from minifloat.errors import EngineStopped, QueueFull, UsageError
+from minifloat.errors import EngineStopped, KernelUnavailable, QueueFull, UsageError
 from minifloat.kernels.threads import release
 
 _LOG = logging.getLogger(__name__)
@@ -116,11 +116,19 @@ class AsyncEngine:
         return max(len(self._streams) - self.engine.running, 0)
 
     async def start(self) -> None:
-        """Start the thread. The OpenMP threads of the calling thread, which may have loaded the model, are released."""
+        """Start the thread. The OpenMP threads of the calling thread, which may have loaded the model, are released.
+
+        llguidance reads the tokenizer meanwhile, since that would hold up other requests once some are running.
+        """
         release()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="minifloat-engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._prepare_grammars, name="minifloat-grammars", daemon=True).start()
+
+    def _prepare_grammars(self) -> None:
+        with suppress(KernelUnavailable):  # a request with a grammar says why
+            self.engine.prepare_grammars()
 
     async def submit(self, request: Request) -> RequestStream:
         """Submit a request.

@@ -18,9 +18,10 @@ from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch import Tensor
 
 from minifloat.checkpoint.hub import model_folder
-from minifloat.engine.cache import BlockPool
+from minifloat.engine.cache import BlockPool, blocks_for
 from minifloat.engine.computing import Step, launch, launch_next
 from minifloat.engine.detokenize import TokenDecoder
 from minifloat.engine.device.runner import DeviceRunner
@@ -38,7 +39,7 @@ from minifloat.engine.sampling import (
     await_grammars,
     choose,
 )
-from minifloat.engine.scheduler import Scheduler, WorkItem
+from minifloat.engine.scheduler import SCORED_TOKENS, Scheduler, WorkItem
 from minifloat.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
 from minifloat.engine.sizing import tokens_of_a_step
 from minifloat.engine.speculation import Speculator
@@ -511,6 +512,43 @@ class Engine:
             parts[delivery.request_id].append(delivery)
         wholes = [Delivery.joined(parts[request.request_id]).renamed(names[request.request_id]) for request in requests]
         return [GeneratedText.of(request, whole) for request, whole in zip(requests, wholes, strict=True)]
+
+    def logits(self, tokens: Sequences[int]) -> Iterator[Tensor]:
+        """Yield the logits after each token of a text, as the engine's prefill computes them, in the tokens' order.
+
+        Args:
+            tokens: The text, 1 .. `info.max_model_len` tokens. No token is added.
+
+        Returns:
+            An iterator of float32 ``[rows, info.vocab_size]`` on the CPU, of at most 256 rows each, because logits are
+            large. `torch.cat(list(...))` has all of them ``[len(tokens), vocab_size]``.
+
+        Raises:
+            UsageError: If requests are unfinished, or the text is empty, too long or has tokens that the model lacks.
+        """
+        if self.has_work:
+            raise UsageError("logits: the engine has unfinished requests")
+        if not 0 < len(tokens) <= self.info.max_model_len:
+            raise UsageError(f"logits: expected 1 .. {self.info.max_model_len} tokens, got {len(tokens)}")
+        if not (min(tokens) >= 0 and max(tokens) < self.info.vocab_size):
+            raise UsageError(f"logits: expected token ids of 0 .. {self.info.vocab_size - 1}")
+        return self._logits(tuple(tokens))
+
+    def _logits(self, tokens: tuple[int, ...]) -> Iterator[Tensor]:
+        request = Request(f"logits-{next(_UNIQUE)}", tokens)
+        sequence = Sequence(request, TextStream(self._decoder, (), (), False), SamplingState(request.params, ()), b"")
+        sequence.slot, sequence.blocks = 0, self._pool.allocate(blocks_for(len(tokens)))
+        most = min(SCORED_TOKENS, self._scheduler.max_tokens)
+        try:
+            for start in range(0, len(tokens), most):
+                end = min(start + most, len(tokens))
+                scored = end - start - (end == len(tokens))
+                with current(self._device):
+                    rows = self._runner.run([WorkItem(sequence, start, end, scored)]).clone().float().cpu()
+                yield rows
+        finally:
+            self._runner.release(sequence)
+            self._pool.release(sequence.blocks)
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""

@@ -26,7 +26,7 @@ def served(make_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     engine = Engine(folder, EngineOptions(dtype="float32", kv_cache_memory=32 << 20, max_num_seqs=16))
     with running(engine) as client:
-        client.complete("x", max_tokens=1, response_format={"type": "json_object"})  # starts the process of grammars
+        client.complete("x", max_tokens=1, response_format={"type": "json_object"})
         yield client
 
 

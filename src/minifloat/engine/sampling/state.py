@@ -121,7 +121,7 @@ def await_grammars(states: Sequence[SamplingState], *, until_added: bool = False
     grammars = [state.grammar for state in states if state.grammar is not None]
     prompt = [grammar for grammar in grammars if not grammar.late]
     if prompt:
-        prompt[0].wait_for(prompt, _GRAMMAR_SECONDS, until_added=until_added)
+        prompt[0].grammars.wait(prompt, _GRAMMAR_SECONDS, until_added=until_added)
     if not until_added:
         for grammar in grammars:
             grammar.late = not grammar.known

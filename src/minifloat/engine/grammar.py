@@ -1,0 +1,347 @@
+"""Text that must be JSON: llguidance computes which tokens may follow, each grammar in a thread of its own.
+
+A schema is untrusted input. llguidance counts the work of compilation and of each step and ends a grammar with an error
+at its limits, and it lets other threads run meanwhile; tests/engine/test_grammars.py has the attacks that this was
+measured with. An engine asks a text's `GrammarState` after each token, and never waits for longer than a step bears.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minifloat.errors import KernelUnavailable, QueueFull, UsageError
+from minifloat.model.runtime.file_tokenizer import FileTokenizer
+
+MAX_SCHEMA_BYTES = 64 << 10
+#: White space as `json.dumps` writes it: if any amount is allowed, a weak model may write nothing else.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The rules that a text must follow."""
+
+    source: str
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
+        """Return the grammar of the JSON that a schema accepts."""
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UsageError(f"json_schema: not JSON, or nested too deep: {error}") from error
+        if len(text) > MAX_SCHEMA_BYTES:
+            raise UsageError(f"json_schema: expected at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
+        try:
+            return cls(_llguidance().LLMatcher.grammar_from_json_schema(text, defaults=_SPACING))
+        except ValueError as error:
+            raise UsageError(f"json_schema: {error}") from error
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Return the grammar of any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """What grammars may take.
+
+    Attributes:
+        grammars: Different grammars that are at work at a time.
+        idle: Grammars without a text that are kept for the next request.
+        seconds: Processor time that the texts of a grammar may have in store; they begin with it.
+        parser: `llguidance.LLParserLimits`: no attack took two seconds for a step, or 256 MiB.
+    """
+
+    grammars: int = 16
+    idle: int = 4
+    seconds: float = 10.0
+    seconds_per_token: float = 0.02
+    nice: int = 19
+    parser: dict[str, int] = field(
+        default_factory=lambda: {
+            "initial_lexer_fuel": 200_000,
+            "step_lexer_fuel": 20_000,
+            "max_lexer_states": 50_000,
+        }
+    )
+
+
+class GrammarPending(Exception):
+    """The tokens that may follow are not known yet."""
+
+
+class GrammarState:
+    """The place of one text in its grammar.
+
+    Attributes:
+        ready: Done when the grammar is compiled; its exception says why it cannot be used.
+        mask: A bit for each token that may follow; None: not known yet, or no token can follow.
+        added: Whether the last token has been taken in, so that `done` is up to date.
+        done: Whether the text is complete.
+        late: Whether the last step had to go on without this text.
+    """
+
+    def __init__(self, grammars: Grammars, compiled: _Compiled) -> None:
+        self.grammars, self.compiled, self.ready = grammars, compiled, compiled.ready
+        self.length, self.matcher = 0, None
+        self.added, self.done, self.late, self.closed = True, False, False, False
+        self.mask = compiled.first_mask
+        self.error: UsageError | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known which tokens may follow, or that none can."""
+        return self.mask is not None or self.done or self.error is not None
+
+    def forbid(self, logits: NDArray[np.float32]) -> None:
+        """Set the logits ``[vocab]`` of the tokens that cannot follow to -Inf."""
+        mask = self.mask
+        if self.error is not None:
+            raise self.error
+        if mask is None:
+            raise GrammarPending
+        allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")[: len(logits)].astype(bool)
+        logits[: len(allowed)][~allowed] = -np.inf
+        logits[len(allowed) :] = -np.inf
+
+    def add(self, token: int) -> None:
+        """Advance by a token; a token that cannot follow (a stop token of the request) changes nothing."""
+        self.grammars.add(self, token)
+
+    def close(self) -> None:
+        """Forget the text."""
+        self.grammars.close_state(self)
+
+
+class _Compiled:
+    """A grammar with its thread and its texts; equal grammars share one."""
+
+    def __init__(self, source: str, limits: GrammarLimits) -> None:
+        self.source, self.left = source, limits.seconds
+        self.ready: Future[None] = Future()
+        self.ready.set_running_or_notify_cancel()  # one that stops waiting must not cancel it for the others
+        self.first: Any = None
+        self.first_mask: bytes | None = None
+        self.states: set[GrammarState] = set()
+        self.thread = ThreadPoolExecutor(
+            1, thread_name_prefix="minifloat-grammar", initializer=_lower_priority, initargs=(limits.nice,)
+        )
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and computes the states of texts. Any thread may call its methods."""
+
+    def __init__(self, tokenizer: Any, vocab: int, end_tokens: list[int], limits: GrammarLimits | None = None) -> None:
+        self._tokenizer, self._vocab, self._end_tokens = tokenizer, vocab, end_tokens
+        self.limits = limits or GrammarLimits()
+        self._answers = threading.Condition(threading.RLock())
+        self._preparing = threading.Lock()
+        self._of_llguidance: Any = None
+        self._compiled: dict[str, _Compiled] = {}  # the one that was used last is the last
+
+    def __len__(self) -> int:
+        """Number of grammars that are at work or kept."""
+        return len(self._compiled)
+
+    def prepare(self) -> Any:
+        """Return llguidance's tokenizer; making it takes a second for a large vocabulary, and stops other threads."""
+        with self._preparing:
+            if self._of_llguidance is None:
+                self._of_llguidance = self._make_tokenizer()
+            return self._of_llguidance
+
+    def _make_tokenizer(self) -> Any:
+        llguidance, tokenizer = _llguidance(), self._tokenizer
+        own = isinstance(tokenizer, FileTokenizer)
+        backend = tokenizer.backend if own else getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise KernelUnavailable("JSON output needs a fast tokenizer, which this model does not have")
+        text = backend.to_str()
+        if backend.padding or backend.truncation:
+            text = json.dumps(json.loads(text) | {"padding": None, "truncation": None})
+        end = self._end_tokens or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        try:  # slices, which would make a first mask faster, take as long to make as the tokenizer
+            return llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=end or None, slices=[])
+        except Exception as error:  # llguidance raises several kinds for tokenizers that it cannot read
+            raise KernelUnavailable(f"JSON output is not possible with this tokenizer: {error}") from error
+
+    def begin(self, grammar: Grammar) -> GrammarState:
+        """Return the state of a grammar before the first token; the grammar is compiled meanwhile (`ready`)."""
+        tokenizer = self.prepare()
+        with self._answers:
+            compiled = self._compiled.pop(grammar.source, None)
+            if compiled is None:
+                self._make_room()
+                compiled = _Compiled(grammar.source, self.limits)
+                compiled.thread.submit(self._compile, compiled, tokenizer)
+            self._compiled[grammar.source] = compiled
+            state = GrammarState(self, compiled)
+            compiled.states.add(state)
+        return state
+
+    def _make_room(self) -> None:
+        """Forget a grammar that no text needs, if there are too many."""
+        if len(self._compiled) < self.limits.grammars:
+            return
+        idle = self._idle()
+        if not idle:
+            raise QueueFull(f"{self.limits.grammars} different grammars are at work already; try again later")
+        self._forget(idle[0])
+
+    def _idle(self) -> list[_Compiled]:
+        return [each for each in self._compiled.values() if not each.states and each.ready.done()]
+
+    def _forget(self, compiled: _Compiled) -> None:
+        if self._compiled.get(compiled.source) is compiled:
+            del self._compiled[compiled.source]
+        compiled.thread.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self, states: Iterable[GrammarState], seconds: float, *, until_added: bool = False) -> None:
+        """Wait until the next tokens of texts are known, or seconds have passed."""
+        with self._answers:
+            waited = [state for state in states if not state.known]
+            self._answers.wait_for(
+                lambda: all(state.known or (until_added and state.added) for state in waited), seconds
+            )
+
+    def wait_for_any(self, states: Collection[GrammarState], seconds: float) -> None:
+        """Wait until the next token of any text is known, or seconds have passed."""
+        with self._answers:
+            self._answers.wait_for(lambda: any(state.known for state in states), seconds)
+
+    def add(self, state: GrammarState, token: int) -> None:
+        """Advance a text by a token; the answer comes later."""
+        with self._answers:
+            if state.closed or state.error is not None:
+                return
+            state.length += 1
+            state.mask, state.added = None, False
+            state.compiled.thread.submit(self._advance, state, token, state.length)
+
+    def close_state(self, state: GrammarState) -> None:
+        """Forget a text, and grammars without texts if there are many."""
+        with self._answers:
+            state.closed, state.matcher = True, None
+            state.compiled.states.discard(state)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        idle = self._idle()
+        for compiled in idle[: max(len(idle) - self.limits.idle, 0)]:
+            self._forget(compiled)
+
+    def close(self) -> None:
+        """Forget all grammars, and let their texts fail."""
+        with self._answers:
+            for compiled in list(self._compiled.values()):
+                self._fail(compiled, UsageError("response_format: the engine has been closed"))
+
+    def _fail(self, compiled: _Compiled, error: UsageError) -> None:
+        """Let all texts of a grammar fail."""
+        with self._answers:
+            self._forget(compiled)
+            for state in compiled.states:
+                state.error = error
+            if not compiled.ready.done():
+                compiled.ready.set_exception(error)
+            self._answers.notify_all()
+
+    # ------------------------------------------------------------------------- in the thread of a grammar
+
+    def _compile(self, compiled: _Compiled, tokenizer: Any) -> None:
+        try:
+            llguidance = _llguidance()
+            limits = llguidance.LLParserLimits(verbose_errors=False, **self.limits.parser)
+            first = llguidance.LLMatcher(tokenizer, compiled.source, log_level=0, limits=limits)
+            mask = self._timed(compiled, lambda: _mask(first))
+        except BaseException as error:  # a panic in llguidance is no Exception
+            self._fail(compiled, _error_of(error))
+            return
+        with self._answers:
+            if compiled.ready.done():
+                return  # closed meanwhile
+            compiled.first, compiled.first_mask = first, mask
+            for state in compiled.states:
+                if not state.length:
+                    state.mask = mask
+            compiled.ready.set_result(None)
+            self._tidy()
+            self._answers.notify_all()
+
+    def _advance(self, state: GrammarState, token: int, length: int) -> None:
+        compiled = state.compiled
+        try:
+            if state.closed:
+                return
+            matcher = state.matcher or compiled.first.deep_copy()
+            state.matcher = matcher
+            compiled.left = min(compiled.left + self.limits.seconds_per_token, self.limits.seconds)
+            self._timed(compiled, lambda: matcher.try_consume_tokens([token]))
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
+            if compiled.left <= 0:
+                raise ValueError("the grammar has used up its processor time")
+            with self._answers:
+                state.done = bool(matcher.is_stopped())
+                state.added = state.length == length
+                self._answers.notify_all()
+            mask = None if state.done else self._timed(compiled, lambda: _mask(matcher))
+            with self._answers:
+                state.mask = mask if state.length == length else None
+                self._answers.notify_all()
+        except BaseException as error:  # a panic in llguidance is no Exception
+            with self._answers:
+                state.error = _error_of(error)
+                self._answers.notify_all()
+
+    @staticmethod
+    def _timed(compiled: _Compiled, work: Callable[[], Any]) -> Any:
+        """Do work on the processor time of a grammar."""
+        started = time.thread_time()
+        try:
+            return work()
+        finally:
+            compiled.left -= time.thread_time() - started
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise KernelUnavailable("JSON output needs llguidance: pip install 'minifloat[serve]'") from error
+    return llguidance
+
+
+def _mask(matcher: Any) -> bytes:
+    """Return the mask of the next token; llguidance notes errors in the matcher."""
+    mask: bytes = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return mask
+
+
+def _error_of(error: BaseException) -> UsageError:
+    """Return the error of a request; llguidance adds lines about its own state."""
+    text = str(error)
+    if text.startswith("NoExtension"):
+        text = "no text follows this grammar; a $ref may refer to itself, or rules may exclude each other"
+    return UsageError(f"response_format: {text.splitlines()[0][:400] if text else 'the grammar cannot be used'}")
+
+
+def _lower_priority(nice: int) -> None:
+    """Let a thread compute in the time that the engine leaves."""
+    if sys.platform == "linux":  # elsewhere only processes have priorities
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
