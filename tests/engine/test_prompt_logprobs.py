@@ -250,3 +250,28 @@ def test_tokens_that_cannot_be_are_minus_infinity_and_nan_is_an_error() -> None:
     for bad in (torch.nan, torch.inf):
         with pytest.raises(NonFiniteLogits):
             score(torch.tensor([[0.0, bad]]), [0], 1)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_logits_of_a_text_are_those_of_transformers_whatever_ran_before(
+    runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
+) -> None:
+    engine = engine_of(folder, runner, max_num_batched_tokens=13, max_model_len=60)
+    answers = engine.generate(prompts[:5], PLAIN)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        parts = list(engine.logits(prompt))
+        assert {len(part) for part in parts[:-1]} <= {13}
+        torch.testing.assert_close(torch.cat(parts).log_softmax(-1), wanted, atol=TOLERANCE, rtol=0)
+    for begun in engine.logits(prompts[5]):
+        assert len(begun) == 13
+        break
+    assert (engine.kv_usage, [each.tokens for each in engine.generate(prompts[:5], PLAIN)]) == (
+        0.0,
+        [each.tokens for each in answers],
+    )
+    for wrong, message in (((), "expected 1 .. 60 tokens"), ((1,) * 61, "got 61"), ((-1,), "token ids of 0 .. ")):
+        with pytest.raises(UsageError, match=message):
+            engine.logits(wrong)
+    engine.add(Request("0", prompts[0], PLAIN))
+    with pytest.raises(UsageError, match="unfinished requests"):
+        engine.logits(prompts[0])
