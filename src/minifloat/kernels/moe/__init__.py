@@ -16,8 +16,8 @@ from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorErr
 from minifloat.kernels import native, ops
 from minifloat.kernels.dtypes import has_kernel, unsupported
 from minifloat.kernels.moe import cpu, reference
-from minifloat.kernels.moe.experts import PackedExperts
 from minifloat.kernels.pack import PackedWeight
+from minifloat.kernels.pack.weight import PackedExperts
 
 __all__ = ["IMPLEMENTATIONS", "PackedExperts", "moe_linear", "sort_by_expert"]
 

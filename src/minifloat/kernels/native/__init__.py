@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import minifloat.kernels
-from minifloat.errors import KernelUnavailable
+from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels.native.structs import CONSTANTS
 
 __all__ = [
     "ABI_VERSION",
     "FILE_NAMES",
+    "IMPLEMENTATIONS",
     "Library",
     "LoadResult",
     "folders",
@@ -31,11 +32,14 @@ __all__ = [
     "load",
     "open_library",
     "require",
+    "runs",
     "using",
     "why_unavailable",
 ]
 
 ABI_VERSION = CONSTANTS["ABI_VERSION"]
+#: Of ops without a kernel for GPUs: "auto" is the native library if it is loaded, else the reference.
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -141,6 +145,16 @@ def require() -> Library:
 def why_unavailable() -> str:
     """Return why `load` gave None and how to cure it; empty if the library is loaded."""
     return _load().reason
+
+
+def runs(op: str, impl: str) -> bool:
+    """Return whether a call of `op` goes to the native library and not to its reference, as `impl` asks."""
+    if impl not in IMPLEMENTATIONS:
+        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+    reason = why_unavailable()
+    if impl == "cpu" and reason:
+        raise KernelUnavailable(f"{op}(impl='cpu') cannot run: {reason}")
+    return impl != "reference" and not reason
 
 
 def isa() -> str:

@@ -17,14 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, UnknownNameError, UnsupportedTensorError
+from minifloat.errors import UnsupportedTensorError
+from minifloat.kernels import native
+from minifloat.kernels.native import IMPLEMENTATIONS
 from minifloat.kernels.observe import cpu, reference
 from minifloat.numerics.histogram import BINS
 
 __all__ = ["DTYPES", "IMPLEMENTATIONS", "observe"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 #: Minimum elements per thread: a few hundred microseconds of work, for which waking a thread pays off.
 _SHARE_AMAX = 1 << 20
@@ -53,14 +54,10 @@ def observe(
         ValueError: If `histogram` has another shape, dtype or layout.
     """
     _check(x, histogram)
-    if impl not in IMPLEMENTATIONS:
-        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
-    reason = cpu.why_not()
-    if impl == "cpu" and reason:
-        raise KernelUnavailable(f"observe(impl='cpu') cannot run: {reason}")
+    runs_native = native.runs("observe", impl)
     if x.numel() == 0:
         return 0.0, 0
-    if impl == "reference" or reason:
+    if not runs_native:
         return reference.observe(x, histogram)
     flat = x.detach().view(-1)
     share = _SHARE_AMAX if histogram is None else _SHARE_HISTOGRAM

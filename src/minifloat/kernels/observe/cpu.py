@@ -14,11 +14,6 @@ from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.native.structs import STRUCTS
 
 
-def why_not() -> str:
-    """Return why the native library cannot run here; empty if it can."""
-    return native.why_unavailable()
-
-
 def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
     """Implement `minifloat.kernels.observe.observe`; `x` is not empty."""
     library = native.require()

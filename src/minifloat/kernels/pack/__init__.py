@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
+from minifloat.kernels import native
+from minifloat.kernels.native import IMPLEMENTATIONS
 from minifloat.kernels.pack import cpu, reference
 from minifloat.kernels.pack.layout import BLOCK, ROW, form_of, plan
 from minifloat.kernels.pack.memory import allocate
@@ -16,8 +18,6 @@ from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
 __all__ = ["FusedWeights", "IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
-
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 
 def why_not(
@@ -60,11 +60,7 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
         UnknownNameError: If there is no such `impl`.
         KernelUnavailable: If ``impl="cpu"`` cannot run here.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
-    reason = cpu.why_not()
-    if impl == "cpu" and reason:
-        raise KernelUnavailable(f"pack(impl='cpu') cannot run: {reason}")
+    runs_native = native.runs("pack", impl)
     codes, scale, factor, spec = _parts(weight)
     if len(weight.shape) != 2:
         raise ShapeError("weight", f"expected a matrix [N, K], got shape {list(weight.shape)}")
@@ -78,10 +74,10 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
     if scale is not None and scale.dtype == torch.float32 and not bool(scale.isfinite().all()):
         raise NonFiniteError("scale", "NaN or Inf among the scales of the weight; the checkpoint is damaged")
     data = allocate(plan(form).total)
-    if impl == "reference" or reason:
-        reference.pack(codes, scale, factor, form, data)
-    else:
+    if runs_native:
         cpu.pack(codes, scale, factor, form, data, threads)
+    else:
+        reference.pack(codes, scale, factor, form, data)
     return PackedWeight(data, spec, shape)
 
 

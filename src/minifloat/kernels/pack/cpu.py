@@ -14,11 +14,6 @@ from minifloat.kernels.native.structs import STRUCTS
 from minifloat.kernels.pack.layout import Form
 
 
-def why_not() -> str:
-    """Return why the native library cannot run here; empty if it can."""
-    return native.why_unavailable()
-
-
 def pack(
     codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels import native
 from minifloat.kernels.pack import cpu, reference
 from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, Form, Header, form_of, plan
 from minifloat.kernels.pack.memory import is_aligned
@@ -107,7 +108,7 @@ class PackedWeight:
         differ, and the tensor's scale of NVFP4 multiplies.
         """
         self.check()
-        form, use_cpu = self.form, not cpu.why_not()
+        form, use_cpu = self.form, not native.why_unavailable()
         if self.spec is None:
             weight = torch.empty(self.shape, dtype=torch.bfloat16)
             _unpack(weight, None, form, self.data, use_cpu)
@@ -184,6 +185,21 @@ class FusedWeights(PackedWeights):
         self.rows = [rows for rows, _ in shapes]
         if len({cols for _, cols in shapes}) != 1:
             raise ShapeError(self.name, f"expected one K for all, got {shapes}")
+
+
+class PackedExperts(PackedWeights):
+    """The packed weights ``[N, K]`` of a projection of all experts of a layer."""
+
+    name = "experts"
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        super().__init__(weights)
+        self.shape = self[0].shape
+        _ = self.pointers  # a weight that the kernels may not read is an error here
+
+    def _check_shapes(self, shapes: list[tuple[int, int]]) -> None:
+        if len(set(shapes)) != 1:
+            raise ShapeError(self.name, f"expected one shape for all, got {sorted(set(shapes))}")
 
 
 def _unpack(codes: Tensor, scales: Tensor | None, form: Form, data: Tensor, use_cpu: bool) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.kernels import triton_runtime
 from minifloat.kernels.quantize import cpu
-from minifloat.kernels.quantize.slab import Slab
+from minifloat.kernels.quantize.cpu import Slab
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import WeightSpec

@@ -6,12 +6,13 @@ the C++ code holds none. The caller, `minifloat.kernels.quantize`, validates the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from minifloat.kernels import native
 from minifloat.kernels.native.structs import CONSTANTS, STRUCTS, format_struct
-from minifloat.kernels.quantize.slab import Slab
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
@@ -33,6 +34,24 @@ _SCALINGS = {
 
 #: Elements that the library always handles together (``kLanes``): the width of blocks must be a multiple of it.
 _LANES = 16
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A slab of rows and the arrays that its quantization fills: validated arguments of every implementation.
+
+    Attributes:
+        data: uint8, contiguous, not empty: the bytes of the slab.
+        tensor_amax: The amax of the whole tensor if ``spec.needs_tensor_amax``, else None.
+    """
+
+    data: npt.NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, int]
+    spec: WeightSpec
+    tensor_amax: float | None
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 
 
 def why_not(spec: WeightSpec | None) -> str:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minifloat.kernels.quantize.slab import Slab
+from minifloat.kernels.quantize.cpu import Slab
 from minifloat.numerics.cast import encode
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.pack import pack_nibbles

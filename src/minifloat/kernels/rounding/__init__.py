@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels import native
+from minifloat.kernels.native import IMPLEMENTATIONS
 from minifloat.kernels.rounding import cpu, reference
 from minifloat.numerics.formats import ElementFormat
 
 __all__ = ["GRAM_DTYPES", "IMPLEMENTATIONS", "gram", "round_with_feedback"]
 
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
 GRAM_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -62,7 +63,7 @@ def round_with_feedback(
     _check_dtype("groups", groups, (torch.int32,))
     _check_contiguous("groups", groups)
     _check_feedback_shapes(weight, scales, groups, feedback)
-    if _runs_native("round_with_feedback", impl):
+    if native.runs("round_with_feedback", impl):
         return cpu.round_with_feedback(weight, scales, groups, feedback, element)
     return reference.round_with_feedback(weight, scales, groups, feedback, element)
 
@@ -94,20 +95,10 @@ def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
     if out.shape != (x.shape[1], y.shape[1]):
         raise ShapeError("out", f"expected [{x.shape[1]}, {y.shape[1]}], got {list(out.shape)}")
     same = x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
-    if _runs_native("gram", impl):
+    if native.runs("gram", impl):
         cpu.gram(x, y, out, same)
     else:
         reference.gram(x, y, out, same)
-
-
-def _runs_native(name: str, impl: str) -> bool:
-    """Return whether a call goes to the native library."""
-    if impl not in IMPLEMENTATIONS:
-        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
-    reason = cpu.why_not()
-    if impl == "cpu" and reason:
-        raise KernelUnavailable(f"{name}(impl='cpu') cannot run: {reason}")
-    return impl != "reference" and not reason
 
 
 def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -15,11 +15,6 @@ from minifloat.kernels.native.structs import STRUCTS, format_struct
 from minifloat.numerics.formats import ElementFormat
 
 
-def why_not() -> str:
-    """Return why the native library cannot run here; empty if it can."""
-    return "" if native.load() is not None else native.why_unavailable()
-
-
 def round_with_feedback(
     weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat
 ) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from minifloat.kernels.linear.triton.config import (
     LARGE,
     MAX_SPLIT,
     Config,
-    Device,
     bucket,
     by_arithmetic,
     choose,
@@ -27,11 +27,12 @@ from minifloat.kernels.linear.triton.config import (
     table_path,
     write_table,
 )
+from minifloat.kernels.linear.triton.device import Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
-from minifloat.kernels.linear.triton.tune import SCHEME_NAMES
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 A100, L40S = Device((8, 0), 108, 163 << 10), Device((8, 9), 142, 99 << 10)
 H200, B200 = Device((9, 0), 132, 227 << 10, "NVIDIA H200"), Device((10, 0), 148, 227 << 10)
 SHAPES = ((1, 32), (64, 128), (1000, 1000), (4096, 4096), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4096))
@@ -160,14 +161,16 @@ def test_the_table_of_a_device_lies_in_the_users_cache(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("form", GpuForm)
-def test_tuning_has_weights_of_every_form(form: GpuForm) -> None:
+def test_tuning_has_weights_of_every_form(form: GpuForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    SCHEME_NAMES = importlib.import_module("gpu_tune").SCHEME_NAMES
     weight = quantize_tensor(torch.randn(256, 256), SCHEMES[SCHEME_NAMES[form]].weight)
     assert form_of(weight.spec, weight.shape) is form
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tuning_without_a_device_is_one_line_and_status_2() -> None:
-    command = [sys.executable, "-m", "minifloat.kernels.linear.triton.tune", "--shape", "64x128"]
+    command = [sys.executable, str(BENCHMARKS / "gpu_tune.py"), "--shape", "64x128"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("Error: tuning measures on a GPU: ")

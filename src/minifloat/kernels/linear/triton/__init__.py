@@ -5,7 +5,7 @@
 imported when a product runs; packing is plain PyTorch.
 """
 
-from minifloat.kernels.linear.triton.availability import why_not as why_unavailable
+from minifloat.kernels.linear.triton.device import why_not as why_unavailable
 from minifloat.kernels.linear.triton.weight import GpuWeight, pack, why_not
 
 __all__ = ["GpuWeight", "pack", "why_not", "why_unavailable"]

@@ -5,7 +5,7 @@ holds for them. K is split if there are too few tiles of the result to fill the 
 tiles are those that were fastest on an H100 for the weights of an 8B model: three small CTAs on each multiprocessor,
 or for weights whose tiles just fill the device once, one CTA that loads further ahead; more than 32 rows of x take the
 shared memory of two. Elsewhere two CTAs, so that one decodes while the other loads. Serving measures nothing;
-`minifloat.kernels.linear.triton.tune` measures on a device and writes a table.
+`benchmarks/gpu_tune.py` measures on a device and writes a table.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minifloat.errors import ConfigError
+from minifloat.kernels.linear.triton.device import MAX_TILES, Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 
 #: The environment variable with the path of the table; if it is empty, no table is read.
@@ -29,8 +28,6 @@ TABLE_VARIABLE = "MINIFLOAT_GPU_TABLE"
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 #: Maximum number of partial sums of one tile.
 MAX_SPLIT = 16
-#: Maximum number of tiles of the result with counters in one launch.
-MAX_TILES = 1 << 12
 #: Smallest number of steps of a CTA that shares its tile, where two or fewer CTAs are on a multiprocessor, and where
 #: more are.
 _MIN_STEPS = (4, 2)
@@ -38,40 +35,7 @@ _MIN_STEPS = (4, 2)
 _STEPS_BESIDE = 2
 #: Products whose configuration is remembered: prompts have any number of rows.
 _REMEMBERED = 1 << 12
-#: Shared memory available to one CTA. Source: CUDA programming guide, technical specifications per compute capability.
-_SHARED_BYTES = {
-    (8, 0): 163 << 10,
-    (8, 6): 99 << 10,
-    (8, 7): 163 << 10,
-    (8, 9): 99 << 10,
-    (9, 0): 227 << 10,
-    (10, 0): 227 << 10,
-    (10, 3): 227 << 10,
-    (12, 0): 99 << 10,
-}
 _RESERVED = 1 << 10  #: bytes of shared memory that a CTA cannot use
-
-
-@dataclass(frozen=True)
-class Device:
-    """The properties of a GPU that determine the configuration."""
-
-    capability: tuple[int, int]
-    multiprocessors: int
-    shared_bytes: int
-    name: str = ""
-
-    @classmethod
-    @functools.cache
-    def of(cls, device: torch.device) -> Device:
-        """Return the properties of a device of this machine."""
-        properties = torch.cuda.get_device_properties(device)
-        return cls(
-            (properties.major, properties.minor),
-            properties.multi_processor_count,
-            _SHARED_BYTES.get((properties.major, properties.minor), min(_SHARED_BYTES.values())),
-            properties.name,
-        )
 
 
 @dataclass(frozen=True)
@@ -206,7 +170,7 @@ def _table(name: str) -> dict[tuple[Any, ...], Config]:
 
 
 def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
-    """Read a table that `tune` wrote."""
+    """Read a table of `benchmarks/gpu_tune.py`."""
     try:
         rows = json.loads(path.read_text())
         return {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minifloat.errors import NonFiniteError, UnsupportedTensorError
 from minifloat.kernels.linear.triton import fragments
-from minifloat.kernels.linear.triton.availability import why_not as why_no_device
-from minifloat.kernels.linear.triton.counters import prepare
+from minifloat.kernels.linear.triton.device import prepare
+from minifloat.kernels.linear.triton.device import why_not as why_no_device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32

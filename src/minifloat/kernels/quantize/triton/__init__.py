@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minifloat.kernels.quantize.slab import Slab
+from minifloat.kernels.quantize.cpu import Slab
 from minifloat.kernels.quantize.triton import blocks, scales
 from minifloat.kernels.triton_cast import OPTIONS, constants, rounds_e4m3
 from minifloat.numerics.cast import encode

@@ -8,17 +8,17 @@ tests/engine/test_native_families.py then needs a small config of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from minifloat.kernels.decoder_layout import DecoderLayout, NotNative
+from minifloat.kernels.decoder_layout import DecoderLayout, LayerLayout, NotNative
+from minifloat.model.architecture.decoder import parts
 from minifloat.model.architecture.decoder.families import (
     cohere,
     deepseek,
     gemma,
     gemma4,
     glm,
-    gpt_oss,
     granite,
     llama,
     mixtral,
@@ -63,11 +63,26 @@ _GEMMA4 = (
 
 @dataclass(frozen=True)
 class NativeFamily:
-    """A family that the decoder of CPUs runs; what that of GPUs lacks of its layout, `features.py` says."""
+    """A family that the decoder of CPUs runs; what that of GPUs lacks, `features.py` says.
+
+    Attributes:
+        layer: Returns a layer, where nothing else of the decoder is special.
+        fields: Fields of configs that it obeys, or that change no result, beside `_COMMON`.
+        decoder: Returns the whole decoder where more than its layers is special.
+    """
 
     architecture: str
-    layout: Callable[[Any], DecoderLayout]
+    layer: Callable[[Any, int], LayerLayout] | None = None
     fields: str = ""
+    renamings: tuple[tuple[str, str], ...] = ()
+    decoder: Callable[[Any], DecoderLayout] | None = None
+
+    def layout(self, config: Any) -> DecoderLayout:
+        """Return what a decoder computes for a model."""
+        if self.layer is None:
+            assert self.decoder is not None, "a family has a layer or a decoder"
+            return self.decoder(config)
+        return replace(parts.decoder(config, self.layer), renamings=self.renamings)
 
     def unknown_field(self, config: Any) -> str:
         """Return a field that the config's class declares, that is not at its default, and that the layout ignores.
@@ -100,7 +115,7 @@ NATIVE: dict[str, NativeFamily] = {
     "arcee": NativeFamily("ArceeForCausalLM", llama.arcee),
     "helium": NativeFamily("HeliumForCausalLM", llama.helium),
     "ernie4_5": NativeFamily("Ernie4_5ForCausalLM", llama.ernie, "use_bias"),
-    "mixtral": NativeFamily("MixtralForCausalLM", mixtral.mixtral),
+    "mixtral": NativeFamily("MixtralForCausalLM", mixtral.mixtral, renamings=parts.W1_W2_W3),
     "qwen2_moe": NativeFamily(
         "Qwen2MoeForCausalLM", mixtral.qwen2_moe, f"{_SPARSE} qkv_bias shared_expert_intermediate_size"
     ),
@@ -109,15 +124,19 @@ NATIVE: dict[str, NativeFamily] = {
     "qwen3_vl_text": NativeFamily("Qwen3VLTextModel", llama.qwen3),
     "qwen3_vl_moe_text": NativeFamily("Qwen3VLMoeTextModel", mixtral.qwen3_vl_moe, _SPARSE),
     "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", mixtral.qwen3_moe, _SPARSE),
-    "qwen3_next": NativeFamily("Qwen3NextForCausalLM", qwen_next.qwen3_next, f"{_DELTA} {_SHARED} {_SPARSE}"),
-    "qwen3_5_text": NativeFamily("Qwen3_5ForCausalLM", qwen_next.qwen3_5, _DELTA),
-    "qwen3_5_moe_text": NativeFamily("Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_moe, f"{_DELTA} {_SHARED}"),
+    "qwen3_next": NativeFamily(
+        "Qwen3NextForCausalLM", decoder=qwen_next.qwen3_next, fields=f"{_DELTA} {_SHARED} {_SPARSE}"
+    ),
+    "qwen3_5_text": NativeFamily("Qwen3_5ForCausalLM", decoder=qwen_next.qwen3_5, fields=_DELTA),
+    "qwen3_5_moe_text": NativeFamily(
+        "Qwen3_5MoeForCausalLM", decoder=qwen_next.qwen3_5_moe, fields=f"{_DELTA} {_SHARED}"
+    ),
     "olmoe": NativeFamily("OlmoeForCausalLM", mixtral.olmoe, "clip_qkv norm_topk_prob num_experts"),
-    "gpt_oss": NativeFamily("GptOssForCausalLM", gpt_oss.gpt_oss, "swiglu_alpha swiglu_limit"),
-    "gemma": NativeFamily("GemmaForCausalLM", gemma.gemma, "use_bidirectional_attention"),
-    "gemma2": NativeFamily("Gemma2ForCausalLM", gemma.gemma2, _CAPS),
-    "gemma3_text": NativeFamily("Gemma3ForCausalLM", gemma.gemma3, _CAPS),
-    "gemma4_text": NativeFamily("Gemma4ForCausalLM", gemma4.gemma4, _GEMMA4),
+    "gpt_oss": NativeFamily("GptOssForCausalLM", mixtral.gpt_oss, "swiglu_alpha swiglu_limit"),
+    "gemma": NativeFamily("GemmaForCausalLM", decoder=gemma.gemma, fields="use_bidirectional_attention"),
+    "gemma2": NativeFamily("Gemma2ForCausalLM", decoder=gemma.gemma2, fields=_CAPS),
+    "gemma3_text": NativeFamily("Gemma3ForCausalLM", decoder=gemma.gemma3, fields=_CAPS),
+    "gemma4_text": NativeFamily("Gemma4ForCausalLM", decoder=gemma4.gemma4, fields=_GEMMA4),
     "phi3": NativeFamily("Phi3ForCausalLM", glm.phi3, "original_max_position_embeddings"),
     "glm": NativeFamily("GlmForCausalLM", glm.glm),
     "glm4": NativeFamily("Glm4ForCausalLM", glm.glm4),
@@ -140,26 +159,26 @@ NATIVE: dict[str, NativeFamily] = {
     ),
     "youtu": NativeFamily("YoutuForCausalLM", deepseek.youtu, f"{_LATENT} embedding_initializer_range"),
     "minicpm3": NativeFamily(
-        "MiniCPM3ForCausalLM", deepseek.minicpm3, f"{_LATENT} dim_model_base scale_depth scale_emb"
+        "MiniCPM3ForCausalLM", decoder=deepseek.minicpm3, fields=f"{_LATENT} dim_model_base scale_depth scale_emb"
     ),
-    "minimax_m2": NativeFamily("MiniMaxM2ForCausalLM", glm.minimax_m2),
-    "granite": NativeFamily("GraniteForCausalLM", granite.granite, _GRANITE),
-    "granitemoe": NativeFamily("GraniteMoeForCausalLM", granite.granite_moe, _GRANITE),
+    "minimax_m2": NativeFamily("MiniMaxM2ForCausalLM", glm.minimax_m2, renamings=parts.W1_W2_W3),
+    "granite": NativeFamily("GraniteForCausalLM", decoder=granite.granite, fields=_GRANITE),
+    "granitemoe": NativeFamily("GraniteMoeForCausalLM", decoder=granite.granite_moe, fields=_GRANITE),
     "granitemoeshared": NativeFamily(
-        "GraniteMoeSharedForCausalLM", granite.granite_moe, f"{_GRANITE} shared_intermediate_size"
+        "GraniteMoeSharedForCausalLM", decoder=granite.granite_moe, fields=f"{_GRANITE} shared_intermediate_size"
     ),
-    "olmo": NativeFamily("OlmoForCausalLM", olmo.olmo, "clip_qkv"),
+    "olmo": NativeFamily("OlmoForCausalLM", decoder=olmo.olmo, fields="clip_qkv"),
     "olmo2": NativeFamily("Olmo2ForCausalLM", olmo.olmo2),
     "olmo3": NativeFamily("Olmo3ForCausalLM", olmo.olmo3),
     "exaone4": NativeFamily("Exaone4ForCausalLM", olmo.exaone4),
-    "cohere": NativeFamily("CohereForCausalLM", cohere.cohere, "layer_norm_eps logit_scale use_qk_norm"),
-    "cohere2": NativeFamily("Cohere2ForCausalLM", cohere.cohere2, "layer_norm_eps logit_scale"),
-    "starcoder2": NativeFamily("Starcoder2ForCausalLM", cohere.starcoder2, "norm_epsilon use_bias"),
-    "nemotron": NativeFamily("NemotronForCausalLM", cohere.nemotron, "norm_eps"),
+    "cohere": NativeFamily("CohereForCausalLM", decoder=cohere.cohere, fields="layer_norm_eps logit_scale use_qk_norm"),
+    "cohere2": NativeFamily("Cohere2ForCausalLM", decoder=cohere.cohere2, fields="layer_norm_eps logit_scale"),
+    "starcoder2": NativeFamily("Starcoder2ForCausalLM", decoder=cohere.starcoder2, fields="norm_epsilon use_bias"),
+    "nemotron": NativeFamily("NemotronForCausalLM", decoder=cohere.nemotron, fields="norm_eps"),
     "stablelm": NativeFamily(
         "StableLmForCausalLM",
-        cohere.stablelm,
-        "layer_norm_eps qk_layernorm use_parallel_residual use_qkv_bias",
+        decoder=cohere.stablelm,
+        fields="layer_norm_eps qk_layernorm use_parallel_residual use_qkv_bias",
     ),
 }
 

@@ -24,45 +24,29 @@ from minifloat.model.architecture.decoder.families.glm import experts_in_groups
 _LATENT_EPS = 1e-6
 
 
-def deepseek_v2(config: Any) -> DecoderLayout:
-    """Return the layout of a DeepSeek-V2: experts by softmax; groups count as their best expert."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = _attention(config, index, interleaved=True)
-        return parts.pre_norm_layer(config, index, attention, _experts_by_softmax(config, index))
-
-    return parts.decoder(config, layer)
+def deepseek_v2(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a DeepSeek-V2: experts by softmax; groups count as their best expert."""
+    attention = _attention(config, index, interleaved=True)
+    return parts.pre_norm_layer(config, index, attention, _experts_by_softmax(config, index))
 
 
-def deepseek_v3(config: Any) -> DecoderLayout:
-    """Return the layout of a DeepSeek-V3 or R1, or of a Kimi-K2: experts by sigmoid, in groups."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = _attention(config, index, interleaved=bool(config.rope_interleave))
-        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
-
-    return parts.decoder(config, layer)
+def deepseek_v3(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a DeepSeek-V3 or R1, or of a Kimi-K2: experts by sigmoid, in groups."""
+    attention = _attention(config, index, interleaved=bool(config.rope_interleave))
+    return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
 
 
-def glm4_moe_lite(config: Any) -> DecoderLayout:
-    """Return the layout of a GLM-4.7-Flash: as DeepSeek-V3, with a list of the layers that have experts."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = _attention(config, index, interleaved=bool(config.rope_interleave))
-        dense = config.mlp_layer_types[index] != "sparse"
-        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index, dense=dense))
-
-    return parts.decoder(config, layer)
+def glm4_moe_lite(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a GLM-4.7-Flash: as DeepSeek-V3, with a list of the layers that have experts."""
+    attention = _attention(config, index, interleaved=bool(config.rope_interleave))
+    dense = config.mlp_layer_types[index] != "sparse"
+    return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index, dense=dense))
 
 
-def youtu(config: Any) -> DecoderLayout:
-    """Return the layout of a Youtu-LLM: latent attention without experts."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = _attention(config, index, interleaved=bool(config.rope_interleave))
-        return parts.pre_norm_layer(config, index, attention, _mlp(config, index))
-
-    return parts.decoder(config, layer)
+def youtu(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a Youtu-LLM: latent attention without experts."""
+    attention = _attention(config, index, interleaved=bool(config.rope_interleave))
+    return parts.pre_norm_layer(config, index, attention, _mlp(config, index))
 
 
 def minicpm3(config: Any) -> DecoderLayout:

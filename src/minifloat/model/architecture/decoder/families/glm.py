@@ -7,7 +7,6 @@ from typing import Any
 
 from minifloat.kernels.decoder_layout import (
     AttentionLayout,
-    DecoderLayout,
     ExpertsLayout,
     LayerLayout,
     LinearLayout,
@@ -18,92 +17,68 @@ from minifloat.kernels.decoder_layout import (
 from minifloat.model.architecture.decoder import parts
 
 
-def phi3(config: Any) -> DecoderLayout:
-    """Return the layout of a Phi-3 or Phi-4: q, k and v are one linear, and so are gate and up."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = parts.attention(config, index)
-        rows = sum(linear.shape[0] for linear in attention.qkv)
-        name = f"{parts.layer_name(index)}.self_attn.qkv_proj"
-        attention = replace(
-            attention,
-            qkv=(LinearLayout(name, (rows, int(config.hidden_size))),),
-            window=config.sliding_window,
-            rotary=parts.rotary(config, attention.head_dim, partial=True),
-        )
-        return parts.pre_norm_layer(config, index, attention, _fused_mlp(config, index))
-
-    return parts.decoder(config, layer)
+def phi3(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a Phi-3 or Phi-4: q, k and v are one linear, and so are gate and up."""
+    attention = parts.attention(config, index)
+    rows = sum(linear.shape[0] for linear in attention.qkv)
+    name = f"{parts.layer_name(index)}.self_attn.qkv_proj"
+    attention = replace(
+        attention,
+        qkv=(LinearLayout(name, (rows, int(config.hidden_size))),),
+        window=config.sliding_window,
+        rotary=parts.rotary(config, attention.head_dim, partial=True),
+    )
+    return parts.pre_norm_layer(config, index, attention, _fused_mlp(config, index))
 
 
-def glm(config: Any) -> DecoderLayout:
-    """Return the layout of a GLM-4 of the first kind: neighbouring dimensions turn together."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        return parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
-
-    return parts.decoder(config, layer)
+def glm(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a GLM-4 of the first kind: neighbouring dimensions turn together."""
+    return parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
 
 
-def glm4(config: Any) -> DecoderLayout:
-    """Return the layout of a GLM-4-0414: norms of both results besides."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        layout = parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
-        return replace(
-            layout,
-            attention_norm=parts.rms_norm(config, f"{layout.name}.post_self_attn_layernorm"),
-            result_norm=parts.rms_norm(config, f"{layout.name}.post_mlp_layernorm"),
-        )
-
-    return parts.decoder(config, layer)
+def glm4(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a GLM-4-0414: norms of both results besides."""
+    layout = parts.pre_norm_layer(config, index, _attention(config, index), _fused_mlp(config, index))
+    return replace(
+        layout,
+        attention_norm=parts.rms_norm(config, f"{layout.name}.post_self_attn_layernorm"),
+        result_norm=parts.rms_norm(config, f"{layout.name}.post_mlp_layernorm"),
+    )
 
 
-def glm4_moe(config: Any) -> DecoderLayout:
-    """Return the layout of a GLM-4.5 to 4.7: experts by sigmoid, in groups, and shared experts."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = parts.attention(config, index, bias=bool(config.attention_bias))
-        rotary = parts.rotary(config, attention.head_dim, partial=True)
-        norms = parts.head_norms(config, index) if config.use_qk_norm else {}
-        attention = replace(attention, rotary=rotary, **norms)
-        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
-
-    return parts.decoder(config, layer)
+def glm4_moe(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a GLM-4.5 to 4.7: experts by sigmoid, in groups, and shared experts."""
+    attention = parts.attention(config, index, bias=bool(config.attention_bias))
+    rotary = parts.rotary(config, attention.head_dim, partial=True)
+    norms = parts.head_norms(config, index) if config.use_qk_norm else {}
+    attention = replace(attention, rotary=rotary, **norms)
+    return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
 
 
-def dots1(config: Any) -> DecoderLayout:
-    """Return the layout of a dots.llm1: norms of heads, windows in some layers, experts as in GLM-4.5."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        bias = bool(config.attention_bias)
-        attention = parts.attention(config, index, bias=bias, out_bias=bias)
-        window = parts.sliding_window(config, index)
-        attention = replace(attention, window=window, **parts.head_norms(config, index))
-        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
-
-    return parts.decoder(config, layer)
+def dots1(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a dots.llm1: norms of heads, windows in some layers, experts as in GLM-4.5."""
+    bias = bool(config.attention_bias)
+    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    window = parts.sliding_window(config, index)
+    attention = replace(attention, window=window, **parts.head_norms(config, index))
+    return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
 
 
-def minimax_m2(config: Any) -> DecoderLayout:
-    """Return the layout of a MiniMax-M2: norms of q and k over all heads, experts by sigmoid in one group."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = parts.attention(config, index)
-        rotary = parts.rotary(config, attention.head_dim, partial=True)
-        attention = replace(attention, rotary=rotary, **parts.whole_norms(config, index))
-        name = f"{parts.layer_name(index)}.mlp"
-        router = RouterLayout(
-            f"{name}.gate.weight",
-            top_k=int(config.num_experts_per_tok),
-            kind="sigmoid",
-            normalize=True,
-            correction=f"{name}.e_score_correction_bias",
-        )
-        experts = parts.experts(config, name, int(config.num_local_experts), int(config.intermediate_size), router)
-        return parts.pre_norm_layer(config, index, attention, experts)
-
-    return replace(parts.decoder(config, layer), renamings=parts.W1_W2_W3)
+def minimax_m2(config: Any, index: int) -> LayerLayout:
+    """Return a layer of a MiniMax-M2: norms of q and k over all heads, experts by sigmoid in one group."""
+    attention = parts.attention(config, index)
+    rotary = parts.rotary(config, attention.head_dim, partial=True)
+    attention = replace(attention, rotary=rotary, **parts.whole_norms(config, index))
+    name = f"{parts.layer_name(index)}.mlp"
+    router = RouterLayout(
+        f"{name}.gate.weight",
+        top_k=int(config.num_experts_per_tok),
+        kind="sigmoid",
+        normalize=True,
+        correction=f"{name}.e_score_correction_bias",
+    )
+    experts = parts.experts(config, name, int(config.num_local_experts), int(config.intermediate_size), router)
+    return parts.pre_norm_layer(config, index, attention, experts)
 
 
 def _attention(config: Any, index: int) -> AttentionLayout:

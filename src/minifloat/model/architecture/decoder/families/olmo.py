@@ -21,46 +21,34 @@ def olmo(config: Any) -> DecoderLayout:
     return parts.decoder(config, layer, norm)
 
 
-def olmo2(config: Any) -> DecoderLayout:
-    """Return the layout of an OLMo 2: norms of results, and of q and k over all heads."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = replace(_attention(config, index), **parts.whole_norms(config, index))
-        return _post_norm_layer(config, index, attention)
-
-    return parts.decoder(config, layer)
+def olmo2(config: Any, index: int) -> LayerLayout:
+    """Return a layer of an OLMo 2: norms of results, and of q and k over all heads."""
+    attention = replace(_attention(config, index), **parts.whole_norms(config, index))
+    return _post_norm_layer(config, index, attention)
 
 
-def olmo3(config: Any) -> DecoderLayout:
-    """Return the layout of an OLMo 3: windows in some layers, and a rotary embedding for each type of layer."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = replace(
-            _attention(config, index),
-            window=parts.sliding_window(config, index),
-            rotary=parts.rotary(config, parts.head_size(config), config.layer_types[index]),
-            **parts.whole_norms(config, index),
-        )
-        return _post_norm_layer(config, index, attention)
-
-    return parts.decoder(config, layer)
+def olmo3(config: Any, index: int) -> LayerLayout:
+    """Return a layer of an OLMo 3: windows in some layers, and a rotary embedding for each type of layer."""
+    attention = replace(
+        _attention(config, index),
+        window=parts.sliding_window(config, index),
+        rotary=parts.rotary(config, parts.head_size(config), config.layer_types[index]),
+        **parts.whole_norms(config, index),
+    )
+    return _post_norm_layer(config, index, attention)
 
 
-def exaone4(config: Any) -> DecoderLayout:
-    """Return the layout of an EXAONE 4: in models with windows, layers without a window have no rotary embedding."""
-
-    def layer(config: Any, index: int) -> LayerLayout:
-        attention = parts.attention(config, index)
-        is_sliding = config.layer_types[index] == "sliding_attention"
-        attention = replace(
-            attention,
-            window=parts.sliding_window(config, index),
-            rotary=attention.rotary if config.sliding_window is None or is_sliding else None,
-            **parts.head_norms(config, index),
-        )
-        return _post_norm_layer(config, index, attention)
-
-    return parts.decoder(config, layer)
+def exaone4(config: Any, index: int) -> LayerLayout:
+    """Return a layer of an EXAONE 4: in models with windows, layers without a window have no rotary embedding."""
+    attention = parts.attention(config, index)
+    is_sliding = config.layer_types[index] == "sliding_attention"
+    attention = replace(
+        attention,
+        window=parts.sliding_window(config, index),
+        rotary=attention.rotary if config.sliding_window is None or is_sliding else None,
+        **parts.head_norms(config, index),
+    )
+    return _post_norm_layer(config, index, attention)
 
 
 def _attention(config: Any, index: int) -> AttentionLayout:

@@ -1,7 +1,7 @@
 """Measure which configurations are fastest on this GPU, and write the table that `choose` reads.
 
-    python -m minifloat.kernels.linear.triton.tune                       # shapes of an 8B Llama, all forms: an hour
-    python -m minifloat.kernels.linear.triton.tune --shape 8192x8192 --form MXFP4 --rows 16
+    python benchmarks/gpu_tune.py                       # shapes of an 8B Llama, all forms: an hour
+    python benchmarks/gpu_tune.py --shape 8192x8192 --form MXFP4 --rows 16
 
 Run it by hand, for a device whose arithmetic choices are slow; never while a model is served. A candidate differs from
 the arithmetic's choice in one respect, and replaces it if it takes less than 97% of its time. Candidates that the
@@ -22,8 +22,8 @@ import torch
 
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear.triton import config as configs
-from minifloat.kernels.linear.triton.availability import why_not
-from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config, Device
+from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config
+from minifloat.kernels.linear.triton.device import Device, why_not
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 from minifloat.kernels.linear.triton.weight import GpuWeight, pack
 from minifloat.numerics.scheme import SCHEMES
