@@ -25,11 +25,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from minifloat.evaluate.compare.pages.words import verdict_line
+
 import minifloat
 from minifloat.calibration.options import TextOptions
-from minifloat.commands.display.report import print_results
 from minifloat.evaluate.checkpoint_report import read_results
-from minifloat.evaluate.compare.pages.words import verdict_line
+from minifloat.evaluate.checkpoint_report.document import document
+from minifloat.report import terminal
 from minifloat.report.text import size_text
 from minifloat.serve.connection import Connection, ServerError
 
@@ -150,7 +152,7 @@ def main(out: Path) -> None:
     heading("minifloat bench, minifloat report: what was done to MXFP4, is it the same model, what was gained")
     gains = minifloat.bench_checkpoint(smallest, MODEL, WORKLOAD)
     report = minifloat.write_report(smallest, gains)
-    print_results(read_results(smallest))
+    terminal.write(document(read_results(smallest)))
     print("These are the gains of a model of 4 million parameters; docs/results.md has those of larger ones.")
     print(f"\nThe demo took {time.monotonic() - start:.0f} s. Each checkpoint in {out} has a report.")
     print(f"Report: {report}")

@@ -34,8 +34,13 @@ def loads_nothing(page: str) -> bool:
     """Return whether a page has no script, and no address from which a browser would load something."""
     tags = {element.tag.rpartition("}")[2] for element in parse(page).iter()}
     style = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
-    attributes = [name for element in parse(page).iter() for name in element.attrib]
-    no_address = not {"src", "href", "srcset", "data", "action"} & set(attributes)
+    attributes = [pair for element in parse(page).iter() for pair in element.attrib.items()]
+    addresses = [
+        value for name, value in attributes if name.rpartition("}")[2] in {"src", "href", "srcset", "data", "action"}
+    ]
+    no_address = all(address.startswith("#") for address in addresses) and not any(
+        re.search(r"url\((?!#)", value) for _, value in attributes
+    )
     return (
         no_address
         and not {"script", "link", "img", "iframe"} & tags

@@ -89,10 +89,11 @@ def bench(
     Both run on minifloat's engine with the same prompts, in turn. If you have no model at hand, --shape makes one:
     llama-1b, qwen3-0.6b, llama-8b or tinyllama-1.1b, with random weights, in BF16 and in --scheme.
     """
-    from minifloat.commands.display.bench import print_gains
     from minifloat.commands.progress import progress_bar
     from minifloat.evaluate.bench import bench_checkpoint
+    from minifloat.evaluate.bench.document import document
     from minifloat.evaluate.bench.shapes import model_pair
+    from minifloat.report import terminal
 
     if (shape is None) == (out is None) or (out is None) != (baseline is None):
         raise UsageError("give OUT and --baseline MODEL, or --shape NAME and neither of them")
@@ -110,17 +111,18 @@ def bench(
     if as_json:
         print_json(result)
     else:
-        print_gains(result)
+        terminal.write(document(result))
     if report is not None:
-        from minifloat.evaluate.bench.page import bench_page
+        from minifloat.report import html
 
-        write_page(report, bench_page(result), err=as_json)
+        write_page(report, html.write(document(result)), err=as_json)
     if out is not None and not no_report:
         add_to_report(out, result, err=as_json)
     if update_card and out is not None:
-        from minifloat.evaluate.bench.card_section import gains_section
+        from minifloat.report import markdown
         from minifloat.report.card import update_card as write_card
 
-        click.echo(f"Card: {write_card(out, gains_section(result))}", err=as_json)
+        section = markdown.write_section("bench", document(result))
+        click.echo(f"Card: {write_card(out, section)}", err=as_json)
     if save_result:
         click.echo(f"Written to {result.save(result_dir)}", err=as_json)

@@ -197,8 +197,9 @@ def compare(params: CompareParams) -> None:
         for candidate in params.candidates:
             resolve_folder(candidate)  # raises for a model of the hub, whose card is not a local file
     use_threads(params.threads)
-    from minifloat.commands.display.compare import print_comparison
     from minifloat.commands.progress import progress_bar
+    from minifloat.evaluate.compare.document import document
+    from minifloat.report import terminal
 
     report = params.report
     if report is not None and (report.is_dir() or not report.parent.is_dir()):
@@ -208,7 +209,7 @@ def compare(params: CompareParams) -> None:
     if params.as_json:
         print_json(comparison)
     else:
-        print_comparison(comparison)
+        terminal.write(document(comparison))
     if report is not None:
         _write_report(comparison, report)
         click.echo(f"Report: {report}", err=params.as_json)
@@ -272,15 +273,17 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
 
 def _write_report(comparison: Comparison, path: Path) -> None:
     from minifloat.checkpoint.files import written_whole
-    from minifloat.evaluate.compare.pages.page import compare_page
+    from minifloat.evaluate.compare.document import document
+    from minifloat.report import html
 
     with written_whole(path) as file:
-        file.write(compare_page(comparison).encode())
+        file.write(html.write(document(comparison)).encode())
 
 
 def _update_card(comparison: Comparison, name: str) -> Path:
     """Write the results of one candidate, and of its variants, into its card."""
-    from minifloat.evaluate.compare.pages.card import card_section
+    from minifloat.evaluate.compare.document import document
+    from minifloat.report import markdown
     from minifloat.report.card import update_card
 
     results = tuple(
@@ -288,4 +291,4 @@ def _update_card(comparison: Comparison, name: str) -> Path:
         for result in comparison.candidates
         if result.model.name == name or result.model.name.startswith(f"{name} (")
     )
-    return update_card(name, card_section(replace(comparison, candidates=results)))
+    return update_card(name, markdown.write_section("compare", document(replace(comparison, candidates=results))))

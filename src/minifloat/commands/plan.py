@@ -72,8 +72,9 @@ def plan(params: PlanParams) -> None:
     too. Times are lower bounds from bandwidth and peak arithmetic (roofline), which no engine quite reaches: `bench`
     measures.
     """
-    from minifloat.commands.display.plan import print_plan
     from minifloat.deploy.estimate import PlanOptions, plan_model
+    from minifloat.deploy.estimate.document import document
+    from minifloat.report import terminal
 
     options = PlanOptions(
         gpus=params.gpus,
@@ -88,4 +89,4 @@ def plan(params: PlanParams) -> None:
     if params.as_json:
         print_json(planned)
     else:
-        print_plan(planned)
+        terminal.write(document(planned))

@@ -31,12 +31,13 @@ def report(out: Path) -> None:
     The results are those that `quantize`, `compare` and `bench` left beside the checkpoint. Its report.html is drawn
     again.
     """
-    from minifloat.commands.display.report import print_results
     from minifloat.evaluate.checkpoint_report import draw_results, read_results
+    from minifloat.evaluate.checkpoint_report.document import document
+    from minifloat.report import terminal
 
     results = read_results(out)
     path = draw_results(results)
-    print_results(results)
+    terminal.write(document(results))
     click.echo(f"Report: {path}")
 
 

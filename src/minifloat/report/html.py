@@ -60,11 +60,6 @@ def _style() -> str:
     )
 
 
-def fragment(blocks: Iterable[Block]) -> str:
-    """Return the HTML of blocks for a page that is put together elsewhere."""
-    return _blocks(blocks, 2)
-
-
 def _blocks(blocks: Iterable[Block], level: int) -> str:
     return "\n".join(_block(block, level) for block in shown(blocks, On.PAGE))
 

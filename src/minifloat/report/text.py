@@ -210,7 +210,7 @@ def _to_digits(value: float, middle: float, reach: float, digits: int) -> str:
 def brief(value: Any) -> str:
     """Return a JSON value in one line; of a SHA-256 hash, the beginning."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {brief(item)}" for key, item in value.items())
+        return "(" + ", ".join(f"{key} {brief(item)}" for key, item in value.items()) + ")"
     if isinstance(value, list | tuple):
         return ", ".join(map(brief, value))
     if isinstance(value, int) and not isinstance(value, bool):

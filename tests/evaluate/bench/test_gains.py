@@ -18,9 +18,10 @@ from minifloat import Checkpoint, Engine, EngineOptions, SamplingParams, quantiz
 from minifloat.commands.main import main
 from minifloat.errors import DestinationError, MinifloatError, UnknownNameError
 from minifloat.evaluate.bench import GainsReport, bench_checkpoint, shapes
-from minifloat.evaluate.bench.card_section import gains_section
+from minifloat.evaluate.bench.document import document
 from minifloat.evaluate.bench.worker import Worker, peak_rss
 from minifloat.evaluate.bench.workload import Workload
+from minifloat.report import markdown
 from minifloat.report.card import update_card
 
 WORKLOAD = Workload(input_len=8, output_len=4, batch_sizes=(1, 2), rounds=2)
@@ -188,9 +189,16 @@ def test_equal_seeds_make_equal_files_and_nothing_is_overwritten(tmp_path: Path)
 
 
 def test_the_command_prints_tables_and_writes_the_result(measured: Measured, quantized: Path) -> None:
-    assert (quantized / "README.md").read_text().count("## Memory and latency") == 1
+    assert (quantized / "README.md").read_text().count("## Memory\n") == 1
     output = measured.result.output
-    for word in ("peak RSS", "KV cache per token", "llama-fp8", "TTFT p50 ms", "prefill tok/s", "Written to"):
+    for word in (
+        "peak memory of the process",
+        "KV cache per token",
+        "llama-fp8",
+        "TTFT p50 ms",
+        "prefill tok/s",
+        "Written to",
+    ):
         assert word in output
     (saved,) = measured.folder.glob("minifloat-bench-llama-fp8-*.json")
     figures = json.loads(saved.read_text())["candidate"]["batches"]["1"]
@@ -203,23 +211,26 @@ def test_the_card_has_one_section_with_the_figures_the_machine_and_the_date(
     card = tmp_path / "README.md"
     card.write_text("---\nlicense: mit\n---\n# mine\n")
     for _ in range(2):
-        update_card(tmp_path, gains_section(report))
+        update_card(tmp_path, markdown.write_section("bench", document(report)))
     text = card.read_text()
     assert text.startswith("---\nlicense: mit\n---\n# mine\n\n<!-- minifloat bench: begin -->\n")
-    assert text.count("## Memory and latency") == 1
+    assert text.count("## Memory\n") == 1
     assert ModelCard.load(card).data.to_dict() == {"license": "mit"}
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     memory = {row[0]: row[1:] for row in rows if len(row) == 4}
     assert memory["weights"][2] == f"{report.gains['weight_bytes']:.2f}x"
     latency = [row for row in rows if row[0] in ("1", "2")]
-    assert [row[:2] for row in latency] == [[b, m] for b in ("1", "2") for m in ("baseline", "this model")]
-    for row in latency:
-        engine = report.baseline if row[1] == "baseline" else report.candidate
-        figures = engine.batches[int(row[0])]
-        assert row[6:] == [f"{figures.metrics[key]:.1f}" for key in ("median_ttft_ms", "median_itl_ms", "p99_itl_ms")]
-        assert row[2] == f"{statistics.median(figures.decode_ms):.2f}"
-    assert report.date in text
-    assert "1 threads" in text
+    assert [row[:2] for row in latency] == 2 * [
+        [batch, model] for batch in ("1", "2") for model in ("baseline", "quantized")
+    ]
+    keys = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+    for decode, times in zip(latency[:4], latency[4:], strict=True):
+        engine = report.baseline if decode[1] == "baseline" else report.candidate
+        figures = engine.batches[int(decode[0])]
+        assert times[2:6] == [f"{figures.metrics[key]:.1f}" for key in keys]
+        assert decode[2] == f"{statistics.median(figures.decode_ms):.2f}"
+    assert f"- date: {report.date}\n" in text
+    assert "- threads: 1 of " in text
 
 
 @pytest.mark.parametrize(

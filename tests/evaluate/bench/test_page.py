@@ -5,8 +5,14 @@ from __future__ import annotations
 from gains import GIB, make_engine, make_gains
 from pages import captions, loads_nothing, rows, sections, text_of
 
-from minifloat.evaluate.bench.page import bench_page, gain_rows, gain_sentences
+from minifloat.evaluate.bench.document import document, gain_rows, gain_sentences
+from minifloat.evaluate.bench.gains import GainsReport
 from minifloat.evaluate.bench.workload import Workload
+from minifloat.report import html
+
+
+def bench_page(report: GainsReport) -> str:
+    return html.write(document(report))
 
 
 def test_the_page_has_the_gains_first_and_loads_nothing() -> None:

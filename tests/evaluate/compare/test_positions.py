@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from comparisons import full_candidate, make_comparison
 
+from minifloat.evaluate.compare.document import document
 from minifloat.evaluate.compare.metrics import TokenScores
-from minifloat.evaluate.compare.pages.card import card_section
-from minifloat.evaluate.compare.pages.page import compare_page
-from minifloat.evaluate.compare.pages.words import late_text
 from minifloat.evaluate.compare.positions import by_position
 from minifloat.evaluate.compare.result import CandidateResult
+from minifloat.evaluate.compare.words import late_text
+from minifloat.report import html, markdown
 
 
 def scores_of(late_factor: float, windows: int = 24, width: int = 2048, seed: int = 0, short: int = 0) -> TokenScores:
@@ -98,7 +98,7 @@ def with_positions(factor: float) -> CandidateResult:
 
 def test_page_card_and_json_show_positions() -> None:
     comparison = make_comparison(with_positions(1.5))
-    page, card = compare_page(comparison), card_section(comparison)
+    page, card = html.write(document(comparison)), markdown.write(document(comparison))
     for text in (page, card):
         assert "Late positions are worse" in text
     assert "KL divergence by position" in page
@@ -106,4 +106,4 @@ def test_page_card_and_json_show_positions() -> None:
     values = comparison.to_dict()["candidates"][0]["overall"]["positions"]
     assert [found["low"] for found in values["ranges"]] == [0, 128, 512, 1024]
     assert values["late"]["change"]["low"] > 0
-    assert "KL divergence by position" not in compare_page(make_comparison())
+    assert "KL divergence by position" not in html.write(document(make_comparison()))

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minifloat.checkpoint.files import resolve_folder, written_whole
-from minifloat.evaluate.checkpoint_report.page import report_page
+from minifloat.evaluate.checkpoint_report.document import document
 from minifloat.evaluate.checkpoint_report.results import Results, read_results, store_result
+from minifloat.report import html
 
 if TYPE_CHECKING:
     from minifloat.evaluate.bench.gains import GainsReport
@@ -42,7 +43,7 @@ def draw_results(results: Results) -> Path:
     """Write report.html beside the checkpoint that the results are of, and return its path."""
     path = results.path / PAGE_FILE
     with written_whole(path) as file:
-        file.write(report_page(results).encode())
+        file.write(html.write(document(results)).encode())
     return path
 
 

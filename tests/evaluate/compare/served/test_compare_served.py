@@ -21,9 +21,10 @@ from minifloat.commands.main import main
 from minifloat.engine import Engine, EngineOptions
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare import Outcome
-from minifloat.evaluate.compare.pages.page import compare_page
+from minifloat.evaluate.compare.document import document
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.report import html
 from minifloat.serve.connection import ServerError
 
 MakeModel = Callable[..., Path]
@@ -112,7 +113,7 @@ def test_another_model_is_told_by_its_tokenizer(model: Path, text: Path, make_ll
 
 def test_a_page_is_written_without_a_size(model: Path, text: Path) -> None:
     with serving(model) as url:
-        page = compare_page(compare_served(model, url, [text], **NO_TOLERANCE))
+        page = html.write(document(compare_served(model, url, [text], **NO_TOLERANCE)))
     assert "weights of unknown size" in page
 
 

@@ -7,16 +7,16 @@ import pytest
 from comparisons import full_candidate, hostile_comparison, make_candidate, make_comparison, make_summary
 from rich.console import Console
 
-from minifloat.commands.display.compare import print_comparison
+from minifloat.evaluate.compare.document import document
 from minifloat.evaluate.compare.intervals import Estimate
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.verdict import Tolerance, judge
+from minifloat.report import terminal
 
 
 @pytest.fixture
-def printed_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> PrintedLines:
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> PrintedLines:
     """A function that returns the lines printed on a terminal of 100 columns."""
-    monkeypatch.setattr("minifloat.commands.display.compare.make_console", lambda: Console(width=100, highlight=False))
     return PrintedLines(capsys)
 
 
@@ -25,7 +25,7 @@ class PrintedLines:
         self._capsys = capsys
 
     def __call__(self, comparison: Comparison) -> list[str]:
-        print_comparison(comparison)
+        terminal.write(document(comparison), Console(width=100, highlight=False))
         return self._capsys.readouterr().out.splitlines()
 
 

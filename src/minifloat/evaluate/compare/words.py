@@ -1,7 +1,4 @@
-"""Sentences about a comparison, shared by the page, the model card and the terminal.
-
-All functions return plain text without control characters (`visible`); the callers add their own markup.
-"""
+"""Sentences about a comparison. They quote names as they are: the writers of a document show controls as symbols."""
 
 from __future__ import annotations
 
@@ -12,15 +9,51 @@ from typing import Any
 
 from minifloat.evaluate.compare.attribution import Attribution, Suggestion
 from minifloat.evaluate.compare.generation import GreedyDivergence
-from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS
-from minifloat.evaluate.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
+from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate
 from minifloat.evaluate.compare.positions import LateChange, PositionRange
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
+from minifloat.evaluate.compare.summary import Summary
+from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
 from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Tolerance, Verdict
-from minifloat.report.text import short_names, size_text, visible
+from minifloat.report.document import Pair
+from minifloat.report.text import NO_INTERVAL, brief, change, interval, number, percent, short, short_names, size_text
 
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
 _INCREASE = "perplexity increase"
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+def shown(estimate: Estimate, *, as_percent: bool = False, signed: bool = False, digits: int = 2) -> Pair:
+    """Return a value with its interval, ``+0.31% [0.12, 0.50]``."""
+    ends = (estimate.value, estimate.low, estimate.high)
+    return interval(*ends, as_percent=as_percent, signed=signed, digits=digits)
+
+
+def increase(summary: Summary) -> Estimate:
+    """Return the relative increase of perplexity as a fraction."""
+    return summary.perplexity_ratio.mapped(lambda ratio: ratio - 1)
+
+
+def recovery(task: TaskDifference) -> str:
+    """Return the percentage of the baseline's score that the candidate keeps."""
+    return f"{task.recovery:.1f}%" if math.isfinite(task.recovery) else "-"
+
+
+def task_score(task: TaskDifference, score: TaskScore) -> str:
+    """Return a score with its standard error; in percent where items are right or wrong."""
+    as_percent = task.mcnemar_p is not None
+    text = f"{score.score:.1%}" if as_percent else number(score.score)
+    if not math.isfinite(score.stderr):
+        return text
+    return f"{text} ± {100 * score.stderr:.1f}" if as_percent else f"{text} ± {number(score.stderr, 2)}"
+
+
+def task_difference(task: TaskDifference) -> Pair:
+    """Return candidate - baseline with its interval; in percentage points where items are right or wrong."""
+    value, ends = shown(task.difference, as_percent=task.mcnemar_p is not None, signed=True)
+    return Pair(value.replace("%", " pp"), ends)
 
 
 # ------------------------------------------------------------------------------------------------- verdicts
@@ -49,7 +82,7 @@ def verdict_line(candidate: CandidateResult) -> str:
     verdict = candidate.verdict
     if verdict.outcome is Outcome.PASSED:
         measured = ", ".join(_measured(check) for check in verdict.checks if check.text == candidate.overall.name)
-        name, several = visible(candidate.overall.name), len(candidate.texts) > 1
+        name, several = candidate.overall.name, len(candidate.texts) > 1
         kept = f"every bound is kept on {'every text' if several else name}{_within_margin_text(verdict)}"
         return f"PASSED: {kept}; on {name}: {measured}" if several else f"PASSED: {kept}: {measured}"
     first, *others = _ranked(verdict.unmet)
@@ -90,7 +123,7 @@ def check_text(check: Check) -> str:
     undecided = check.outcome is Outcome.UNDECIDED
     if check.within_margin or (undecided and check.estimate.known):
         bound += f", {_limit(check, check.limit)} with the margin"
-    text = f"{_measured(check)} on {visible(check.text)} ({bound})"
+    text = f"{_measured(check)} on {check.text} ({bound})"
     if not undecided:
         return text
     if not check.estimate.known:
@@ -119,7 +152,7 @@ def _rounded(count: int) -> int:
 
 def _measured(check: Check) -> str:
     signed = check.quantity == _INCREASE
-    return f"{check.quantity} {with_interval(check.estimate, as_percent=_is_fraction(check), signed=signed)}"
+    return f"{check.quantity} {shown(check.estimate, as_percent=_is_fraction(check), signed=signed)}"
 
 
 def _is_fraction(check: Check) -> bool:
@@ -153,11 +186,6 @@ def partial_text(comparison: Comparison) -> str:
         f"PARTIAL: the run was interrupted after {comparison.tokens_done:,} of {comparison.tokens_total:,} tokens "
         f"({share:.0%}); everything here is of those."
     )
-
-
-def note_lines(comparison: Comparison) -> list[str]:
-    """Return a line for each requested measurement that failed."""
-    return [visible(note) for note in comparison.notes]
 
 
 # ------------------------------------------------------------------------------------------------- the rest
@@ -195,12 +223,12 @@ def formats_text(model: ModelRecord) -> str:
         return served_text(model.served)
     lm_head = f", output layer in {model.lm_head}" if model.lm_head else ""
     cache = f", keys and values in {model.kv_cache}" if model.kv_cache else ""
-    return visible(f"inputs of the linears in {model.activations}{lm_head}{cache}")
+    return f"inputs of the linears in {model.activations}{lm_head}{cache}"
 
 
 def served_text(served: ServedRecord) -> str:
     """Say what the numbers of a served model are worth."""
-    return visible(
+    return (
         f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} tokens, "
         f"and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability on average; "
         "perplexity and same top-1 are exact"
@@ -221,7 +249,7 @@ def position_label(positions: PositionRange) -> str:
 def late_text(late: LateChange) -> str:
     """Say whether the models differ more late in the windows than early in them."""
     where = f"positions from {late.late_start:,} on"
-    change = with_interval(late.change, signed=True)
+    change = shown(late.change, signed=True)
     found = (
         f"mean KL {number(late.late_kl, 3)} there and {number(late.early_kl, 3)} at positions below "
         f"{late.early_end:,}, change {change} nats per token"
@@ -235,8 +263,8 @@ def late_text(late: LateChange) -> str:
 
 def generation_text(generation: GreedyDivergence) -> str:
     """Describe where greedy continuations diverge."""
-    same = with_interval(generation.identical_fraction, as_percent=True)
-    match = with_interval(generation.mean_prefix_match, as_percent=True)
+    same = shown(generation.identical_fraction, as_percent=True)
+    match = shown(generation.mean_prefix_match, as_percent=True)
     half = (
         f"half of them had parted by token {generation.median:g}"
         if generation.median is not None
@@ -290,7 +318,7 @@ def _confirmed_text(verdict: Verdict) -> str:
         last = verdict.checks[-1].text
         measured = ", ".join(_measured(check) for check in verdict.checks if check.text == last)
         within = _within_margin_text(verdict)
-        return f"Measured on every text, it is inside the tolerance{within}; on {visible(last)}: {measured}"
+        return f"Measured on every text, it is inside the tolerance{within}; on {last}: {measured}"
     first, *others = _ranked(verdict.unmet)
     more = f"; and {len(others)} more" if others else ""
     said = "outside of the tolerance" if verdict.outcome is Outcome.FAILED else "not decided"
@@ -301,19 +329,11 @@ def override_options(suggestion: Suggestion | None) -> list[str]:
     """Return options for ``minifloat quantize``; none if there is no suggestion, or if it keeps every module."""
     if suggestion is None or suggestion.everything:
         return []
-    return [f"--override {shlex.quote(visible(override))}" for override in suggestion.overrides]
+    return [f"--override {shlex.quote(override)}" for override in suggestion.overrides]
 
 
 def machine_facts(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield names and values of the machine; values that are None are left out."""
     for key, value in machine.items():
         if value is not None:
-            yield visible(key.replace("_", " ")), _brief(value)
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_brief(item)}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_brief, value))
-    return number(value) if isinstance(value, float) else visible(str(value))
+            yield key.replace("_", " "), value if isinstance(value, str) else brief(value)

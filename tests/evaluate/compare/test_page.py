@@ -6,7 +6,9 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from typing import Any
 
+import pages
 import pytest
 from comparisons import (
     HOSTILE,
@@ -20,60 +22,51 @@ from comparisons import (
     make_summary,
     make_worst,
 )
+from pages import captions, loads_nothing, parse, rows, text_of
 
+from minifloat.evaluate.compare.document import SAME, document
 from minifloat.evaluate.compare.intervals import Estimate
-from minifloat.evaluate.compare.pages.page import compare_page
-from minifloat.evaluate.compare.pages.words import suggestion_text
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.verdict import Outcome, Tolerance, judge
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def parse(page: str) -> ElementTree.Element:
-    """Parse the page as XML, which fails if anything is unescaped or unclosed."""
-    return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+from minifloat.evaluate.compare.words import suggestion_text
+from minifloat.report import html
+from minifloat.report.document import Figure, Section
 
 
-def text_of(element: ElementTree.Element) -> str:
-    return " ".join("".join(element.itertext()).split())
+def compare_page(comparison: Comparison) -> str:
+    return html.write(document(comparison))
 
 
 def sections(comparison: Comparison) -> dict[str, ElementTree.Element]:
-    root = parse(compare_page(comparison))
-    return {text_of(next(section.iter("h2"))): section for section in root.iter("section")}
-
-
-def rows(section: ElementTree.Element) -> list[list[str]]:
-    """Return the rows of the first table, without its head."""
-    table = next(section.iter("table"))
-    return [[text_of(cell) for cell in row] for row in table.iter("tr")][1:]
+    return pages.sections(compare_page(comparison))
 
 
 def boxes(section: ElementTree.Element) -> list[tuple[str, str]]:
     return [(box.get("class", ""), text_of(box)) for box in section.iter("div") if "box" in box.get("class", "")]
 
 
-def figures(section: ElementTree.Element) -> list[str]:
-    return [text_of(next(figure.iter("figcaption"))) for figure in section.iter("figure")]
+def chart_of(comparison: Comparison, title: str) -> Any:
+    """Return the data of the first chart of a section."""
+    (section,) = (block for block in document(comparison).blocks if isinstance(block, Section) and block.title == title)
+    return next(block.chart for block in section.blocks if isinstance(block, Figure))
 
 
 # The verdict
 
 
 def test_the_verdict_comes_first() -> None:
-    assert next(iter(sections(make_comparison()))) == "Verdict"
+    assert next(iter(sections(make_comparison()))) == SAME
 
 
 def test_a_passed_verdict_comes_with_its_numbers() -> None:
-    ((kind, text),) = boxes(sections(make_comparison())["Verdict"])
+    ((kind, text),) = boxes(sections(make_comparison())[SAME])
     assert kind == "box passed"
     assert text.startswith("storybook-fp8-block: PASSED: every bound is kept on every text")
     assert "perplexity increase +0.30% [0.19, 0.41]" in text
 
 
 def test_a_failed_verdict_names_every_broken_bound() -> None:
-    ((kind, text),) = boxes(sections(make_comparison(make_candidate(damage=4)))["Verdict"])
+    ((kind, text),) = boxes(sections(make_comparison(make_candidate(damage=4)))[SAME])
     assert kind == "box failed"
     assert "FAILED: 2 of 9 bounds are broken" in text
     assert "same top-1 90.00% [89.50, 90.50] on code.txt (at least 92% is wanted)" in text
@@ -84,7 +77,7 @@ def test_a_failed_verdict_names_every_broken_bound() -> None:
 def test_an_undecided_verdict_says_how_many_tokens_would_decide() -> None:
     candidate = make_candidate(damage=2.75)
     needed = [check.tokens_needed for check in candidate.verdict.unmet]
-    ((kind, text),) = boxes(sections(make_comparison(candidate))["Verdict"])
+    ((kind, text),) = boxes(sections(make_comparison(candidate))[SAME])
     assert kind == "box undecided"
     assert "NOT ENOUGH DATA: 2 of 9 bounds are undecided" in text
     for tokens in needed:
@@ -99,14 +92,14 @@ def test_an_undecided_check_says_how_near_it_is() -> None:
         "perplexity increase +0.76% [0.31, 1.21] on prose.txt (at most 1% is allowed, 1.1% with the margin): the bound "
         "lies in the interval; the value lies 0.24 percentage points below it, half the interval is 0.45 wide; about "
         "22,000 tokens would decide"
-    ) in text_of(sections(make_comparison(candidate))["Verdict"])
+    ) in text_of(sections(make_comparison(candidate))[SAME])
 
 
 def test_a_verdict_that_needs_the_margin_states_the_margin_and_the_bound() -> None:
     summary = make_summary(kl_mean=around(0.0201, 0.001), same_top1=around(0.92, 0.005))
     verdict = judge([summary], Tolerance())
     candidate = replace(make_candidate(texts=("prose.txt",)), texts=(summary,), overall=summary, verdict=verdict)
-    text = text_of(sections(make_comparison(candidate))["Verdict"])
+    text = text_of(sections(make_comparison(candidate))[SAME])
     assert "PASSED: every bound is kept on prose.txt, 2 of 3 within a margin of 10% of the allowed loss: " in text
     assert "mean KL 0.0201 [0.0191, 0.0211] on prose.txt (at most 0.02 is allowed, 0.022 with the margin)" in text
     assert "the interval may end beyond it by at most 10% of the loss that it allows" in text
@@ -116,7 +109,7 @@ def test_a_single_reason_is_part_of_the_verdict_line() -> None:
     candidate = make_candidate(texts=("prose.txt",))
     summary = replace(candidate.overall, kl_mean=around(0.05, 0.01))
     candidate = replace(candidate, texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
-    ((_, text),) = boxes(sections(make_comparison(candidate))["Verdict"])
+    ((_, text),) = boxes(sections(make_comparison(candidate))[SAME])
     assert text == ("storybook-fp8-block: FAILED: mean KL 0.050 [0.040, 0.060] on prose.txt (at most 0.02 is allowed)")
 
 
@@ -125,12 +118,12 @@ def test_a_text_too_short_for_an_interval_says_so() -> None:
     verdict = judge([summary], Tolerance())
     candidate = replace(make_candidate(texts=("prose.txt",)), texts=(summary,), overall=summary, verdict=verdict)
     assert candidate.verdict.outcome is Outcome.UNDECIDED
-    text = text_of(sections(make_comparison(candidate))["Verdict"])
+    text = text_of(sections(make_comparison(candidate))[SAME])
     assert "mean KL 0.004 [?] on prose.txt (at most 0.02 is allowed): too few documents or windows" in text
 
 
 def test_an_interrupted_run_is_marked_before_the_verdict() -> None:
-    (kind, text), *others = boxes(sections(make_comparison(tokens_done=12_000))["Verdict"])
+    (kind, text), *others = boxes(sections(make_comparison(tokens_done=12_000))[SAME])
     assert kind == "box warning"
     assert "PARTIAL: the run was interrupted after 12,000 of 24,690 tokens (49%)" in text
     assert len(others) == 1
@@ -140,20 +133,20 @@ def test_an_interrupted_run_is_marked_before_the_verdict() -> None:
 def test_several_candidates_are_compared_side_by_side() -> None:
     comparison = make_comparison(make_candidate("out/a", 1), make_candidate("out/b", 10), make_candidate("out/c", 2.6))
     found = sections(comparison)
-    assert [kind for kind, _ in boxes(found["Verdict"])] == ["box passed", "box failed", "box undecided"]
-    overview = rows(found["Verdict"])
+    assert [kind for kind, _ in boxes(found[SAME])] == ["box passed", "box failed", "box undecided"]
+    overview = rows(found[SAME])
     assert [row[0] for row in overview] == ["storybook", "a", "b", "c"]
     assert [row[-1] for row in overview] == ["baseline", "passed", "failed", "not enough data"]
     table = rows(found["Perplexity"])
     assert [row[0] for row in table] == [
         "prose.txt", "a", "b", "c", "code.txt", "a", "b", "c", "all texts", "a", "b", "c",
     ]  # fmt: skip
-    chart = next(found["Perplexity"].iter(f"{SVG}svg"))
-    assert {"a", "b", "c", "bound 1%"} <= {text.text for text in chart.iter(f"{SVG}text")}
+    chart = chart_of(comparison, "Perplexity")
+    assert (list(chart.names), chart.mark) == (["a", "b", "c"], (0.01, "bound 1%"))
 
 
 def test_failed_measurements_are_listed() -> None:
-    *_, (kind, text) = boxes(sections(make_comparison(notes=("models/a: keys are not rounded",)))["Verdict"])
+    *_, (kind, text) = boxes(sections(make_comparison(notes=("models/a: keys are not rounded",)))[SAME])
     assert kind == "box warning"
     assert text == "Not measured models/a: keys are not rounded"
 
@@ -176,17 +169,16 @@ def test_every_text_has_its_numbers_with_intervals() -> None:
 
 
 def test_the_overview_has_bytes_and_how_many_times_smaller() -> None:
-    baseline, candidate = rows(sections(make_comparison())["Verdict"])
+    baseline, candidate = rows(sections(make_comparison())[SAME])
     assert baseline[:2] == ["storybook", "18.00 MiB"]
     assert candidate[:3] == ["storybook-fp8-block", "9.00 MiB 2.00x smaller", "8.400"]
 
 
-def test_every_chart_has_two_widths_and_a_title() -> None:
+def test_every_chart_has_a_title() -> None:
     root = parse(compare_page(make_comparison(full_candidate())))
-    for name in ("wide", "narrow"):
-        charts = [chart for part in root.iter("div") if part.get("class") == name for chart in part.iter(f"{SVG}svg")]
-        assert len(charts) == 8
-        assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
+    charts = list(root.iter("{http://www.w3.org/2000/svg}svg"))
+    assert len(charts) == 8
+    assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
 
 
 def test_the_margins_have_their_token_counts_and_empty_bins_are_left_out() -> None:
@@ -194,8 +186,7 @@ def test_the_margins_have_their_token_counts_and_empty_bins_are_left_out() -> No
     first, *others = candidate.overall.margins
     margins = (replace(first, tokens=0, same_top1=math.nan, kl_mean=math.nan), *others)
     candidate = replace(candidate, overall=replace(candidate.overall, margins=margins))
-    chart = next(sections(make_comparison(candidate))["Same top-1"].iter(f"{SVG}svg"))
-    labels = [text.text or "" for text in chart.iter(f"{SVG}text")]
+    labels = [label for label, _ in chart_of(make_comparison(candidate), "Same top-1").rows]
     assert "0.1 to 0.25 nats (3,086 tokens)" in labels
     assert "above 8 nats (3,086 tokens)" in labels
     assert not any(label.startswith("0 to 0.1") for label in labels)
@@ -222,7 +213,7 @@ def test_models_settings_and_machine_are_listed() -> None:
 
 
 def test_parts_that_were_not_measured_are_left_out() -> None:
-    always = ["Verdict", "Perplexity", "KL divergence", "Same top-1"]
+    always = [SAME, "Perplexity", "KL divergence", "Same top-1"]
     assert list(sections(make_comparison(replace(make_candidate(), worst=())))) == [*always, "What was run"]
     assert list(sections(make_comparison(full_candidate()))) == [
         *always, "Tasks", "Greedy generation", "Where the damage comes from", "Where they differ most", "What was run",
@@ -231,29 +222,23 @@ def test_parts_that_were_not_measured_are_left_out() -> None:
 
 def test_a_model_against_itself_needs_no_kl_chart() -> None:
     found = sections(make_comparison(make_candidate(damage=0)))
-    assert boxes(found["Verdict"])[0][0] == "box passed"
-    assert figures(found["KL divergence"]) == []
+    assert boxes(found[SAME])[0][0] == "box passed"
+    assert captions(found["KL divergence"]) == []
     assert rows(found["KL divergence"])[0][1:] == ["0 [0, 0]"] * 4 + ["0"]
 
 
-def test_the_kl_curve_falls() -> None:
-    chart = next(sections(make_comparison(make_candidate(texts=("a",))))["KL divergence"].iter(f"{SVG}svg"))
-    path = next(element.get("d", "") for element in chart.iter(f"{SVG}path") if element.get("fill") == "none")
-    corners = [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path)]
-    assert corners == sorted(corners)
-    assert [y for _, y in corners] == sorted(y for _, y in corners)
-
-
-def test_the_kl_curve_ends_where_it_would_stand_for_less_than_one_token() -> None:
-    def points(tokens: int) -> int:
+def test_the_kl_curve_falls_and_ends_where_it_would_stand_for_less_than_one_token() -> None:
+    def points(tokens: int) -> list[tuple[float, float]]:
         summary = make_summary(tokens=tokens)
         candidate = replace(make_candidate(), texts=(summary,), overall=summary)
-        chart = next(sections(make_comparison(candidate))["KL divergence"].iter(f"{SVG}svg"))
-        path = next(element.get("d", "") for element in chart.iter(f"{SVG}path") if element.get("fill") == "none")
-        return path.count("L")
+        points: list[tuple[float, float]] = chart_of(make_comparison(candidate), "KL divergence").series[0].points
+        return points
 
-    assert points(100_000) == len(make_summary().kl_curve) - 1
-    assert points(2_500) == points(100_000) - 1
+    many = points(100_000)
+    assert len(many) == len(make_summary().kl_curve)
+    assert len(points(2_500)) == len(many) - 1
+    assert [kl for kl, _ in many] == sorted(kl for kl, _ in many)
+    assert [share for _, share in many] == sorted((share for _, share in many), reverse=True)
 
 
 def test_tasks_have_difference_interval_and_p() -> None:
@@ -267,21 +252,19 @@ def test_tasks_have_difference_interval_and_p() -> None:
 
 def test_samples_mark_the_text_after_the_first_difference() -> None:
     section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
-    cases = [case for case in section.iter("div") if case.get("class") == "case"]
-    marks = [[mark.text or "".join(mark.itertext()) for mark in case.iter("mark")] for case in cases]
-    assert marks[0] == ["in the park.\n\nOne day, she saw", "with her toys.\nOne day,"]
-    assert marks[2] == []
-    assert "they part at token 3" in text_of(cases[0])
-    assert "the same to the end" in text_of(cases[2])
+    passages = [part for part in section.iter("p") if part.get("class") == "written"]
+    marks = [["".join(mark.itertext()) for mark in part.iter("mark")] for part in passages]
+    assert marks[:3] == [[], ["in the park.\n\nOne day, she saw"], ["with her toys.\nOne day,"]]
+    assert marks[-3:] == [[], [], []]
+    assert "they part at token 3" in text_of(section)
+    assert "the same to the end" in text_of(section)
 
 
 def test_the_curve_of_generation_falls_where_continuations_diverge() -> None:
-    section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
-    path = next(element for element in section.iter(f"{SVG}path") if element.get("fill") == "none")
-    ys = [float(y) for _, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path.get("d", ""))]
-    top, height = 26, 240
-    assert ys == sorted(ys)
-    assert [ys[0], ys[-1]] == pytest.approx([top, top + 0.7 * height], abs=0.1)
+    candidate = replace(make_candidate(), generation=make_generation())
+    shares = [share for _, share in chart_of(make_comparison(candidate), "Greedy generation").series[0].points]
+    assert shares == sorted(shares, reverse=True)
+    assert [shares[0], shares[-1]] == pytest.approx([1.0, 0.3])
 
 
 def test_attribution_shows_the_modules_and_the_override_options() -> None:
@@ -296,7 +279,7 @@ def test_attribution_shows_the_modules_and_the_override_options() -> None:
 def test_an_attribution_without_kl_shows_only_the_sqnr() -> None:
     candidate = replace(make_candidate(), attribution=make_attribution(measured=False))
     section = sections(make_comparison(candidate))["Where the damage comes from"]
-    assert figures(section) == ["SQNR of a module's output, by layer"]
+    assert captions(section) == ["SQNR of a module's output, by layer"]
     assert rows(section)[0][2:4] == ["-", "-"]
 
 
@@ -313,12 +296,12 @@ def test_a_suggestion_that_keeps_everything_shows_no_override() -> None:
 
 def test_the_worst_tokens_are_shown_in_context_with_both_models_choices() -> None:
     section = sections(make_comparison())["Where they differ most"]
-    case = next(case for case in section.iter("div") if case.get("class") == "case")
-    assert text_of(case).startswith("KL 3.20 nats; prose.txt, document 3, token 512")
-    assert [text_of(mark) for mark in case.iter("mark")] == ["␣dragon"] * 3
-    baseline, candidate = ([text_of(item) for item in choices.iter("li")] for choices in case.iter("ol"))
-    assert baseline == ["␣dragon 61.0%", "␣cat 20.0%", "␣dog 10.0%", "↵ 3.0%", "! 0.2%"]
-    assert candidate[0] == "␣cat 61.0%"
+    assert "KL 3.20 nats; prose.txt, document 3, token 512" in text_of(section)
+    assert text_of(next(section.iter("mark"))) == "␣dragon"
+    assert [row[1:3] for row in rows(section)] == [
+        ["␣dragon", "61.0%"], ["␣cat", "20.0%"], ["␣dog", "10.0%"], ["↵", "3.0%"], ["!", "0.2%"],
+    ]  # fmt: skip
+    assert rows(section)[0][3:] == ["␣cat", "61.0%"]
 
 
 def test_many_worst_tokens_are_folded() -> None:
@@ -326,7 +309,7 @@ def test_many_worst_tokens_are_folded() -> None:
     section = sections(make_comparison(candidate))["Where they differ most"]
     (folded,) = section.iter("details")
     assert text_of(folded).startswith("4 more")
-    assert sum(case.get("class") == "case" for case in section.iter("div")) == 9
+    assert (len(list(folded.iter("mark"))), len(list(section.iter("mark")))) == (4, 9)
 
 
 # Hostile and degenerate input
@@ -335,19 +318,13 @@ def test_many_worst_tokens_are_folded() -> None:
 def test_hostile_text_is_shown_as_text() -> None:
     page = compare_page(hostile_comparison())
     page.encode()
-    root = parse(page)
-    assert not list(root.iter("script"))
+    assert loads_nothing(page)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page)
-    shown = text_of(root)
-    assert "<script>|`*_[x](y)␛[31m⟨U+202E⟩⟨U+D800⟩␀</td>" in shown
-    for address in re.findall(r"""(?:href|src)\s*=|url\(|@import""", page):
-        raise AssertionError(address)
+    assert "<script>|`*_[x](y)␛[31m⟨U+202E⟩⟨U+D800⟩␀</td>" in text_of(parse(page))
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    page = compare_page(make_comparison(full_candidate()))
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
-    assert not re.search(r"<script|<link|<img|@import|url\(|\bsrc=|\bhref=", page)
+    assert loads_nothing(compare_page(make_comparison(full_candidate())))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -374,7 +351,7 @@ def test_nan_and_infinite_numbers_make_a_page_without_nan(value: float) -> None:
 def test_an_infinite_perplexity_fails() -> None:
     summary = make_summary(perplexity_ratio=Estimate(math.inf, math.nan, math.nan))
     candidate = replace(make_candidate(), texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
-    assert "FAILED: perplexity increase ∞ [?]" in text_of(sections(make_comparison(candidate))["Verdict"])
+    assert "FAILED: perplexity increase ∞ [?]" in text_of(sections(make_comparison(candidate))[SAME])
 
 
 def test_equal_comparisons_give_equal_pages() -> None:
