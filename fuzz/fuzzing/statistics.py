@@ -29,15 +29,16 @@ from minifloat import Calibration, Checkpoint, QuantizeOptions, quantize_checkpo
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
-from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.calibration.stats_file import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.summary import summarize
+from minifloat.checkpoint.array_file import write_arrays
+from minifloat.checkpoint.header import encode_header
+from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.errors import MinifloatError
 from minifloat.numerics.histogram import count_magnitudes
-from minifloat.quantize.rounding.saved import LayerHessians, pack_symmetric, read_saved_layer, write_saved_layer
+from minifloat.quantize.rounding.saved import HESSIANS_FORMAT, layer_hessians, pack_symmetric, read_saved_layer
 from minifloat.quantize.rounding.stages import Stage
 
-#: The order of the tensors in the digest of a statistics file.
-_TENSORS = ("amax", "tokens", "histogram", "bins", "channel_amax", "k_amax", "v_amax")
 _HESSIANS = "minifloat Hessians"
 _RULES = ("max", "percentile:99", "mse", "delayed:history=8")
 
@@ -110,12 +111,12 @@ def _mutate(data: bytes, largest: int, random: Random) -> bytes:
         return change_bytes(data, random)[:largest]
     header, tail = parts
     metadata = _metadata(header)
-    content = decoded(str(metadata.get("content", "{}")).encode("utf-8", "surrogatepass"))
+    content = decoded(str(metadata.get("record", "{}")).encode("utf-8", "surrogatepass"))
     kind = random.randrange(3)
     if kind == 0:
         header = change(header, random, _WORDS)
     elif kind == 1 and content is not None:
-        metadata["content"] = encoded(change(content, random, _WORDS | words_of(content))).decode()
+        metadata["record"] = encoded(change(content, random, _WORDS | words_of(content))).decode()
     elif tail:
         flipped = bytearray(tail)
         for _ in range(random.choice((1, 1, 2, 4))):
@@ -126,24 +127,18 @@ def _mutate(data: bytes, largest: int, random: Random) -> bytes:
 
 
 def _with_digest(header: object, tail: bytes) -> object:
-    """Return the header with the digest that its content and these data have; a header that has none, unchanged."""
+    """Return the header with the digest that it and these data have; a header that can have none, unchanged."""
     metadata = _metadata(header)
-    content = metadata.get("content")
-    if not isinstance(content, str) or not isinstance(header, dict):
+    if not isinstance(metadata.get("record"), str) or not isinstance(header, dict):
         return header
-    hessians = metadata.get("format") == _HESSIANS
-    names = sorted(set(header) - {"__metadata__"}) if hessians else list(_TENSORS)
-    digest = hashlib.sha256(content.encode("utf-8", "replace"))
-    for name in names:
-        try:
-            begin, end = header[name]["data_offsets"]
-            shape = list(header[name]["shape"])
-            part = tail[begin:end]
-        except (KeyError, TypeError, ValueError):
-            return header
-        title = f"{name}\0" if hessians else f"\0{name} {shape}\0"
-        digest.update(title.encode("utf-8", "replace") + part)
-    metadata["sha256"] = digest.hexdigest()
+    try:
+        entries = [(entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
+        entries.sort(key=lambda each: each[0])
+        outputs = [OutputTensor(name, entry["dtype"], tuple(entry["shape"])) for _, name, entry in entries]
+        plain, _ = encode_header(outputs, {key: value for key, value in metadata.items() if key != "sha256"})
+    except Exception:  # the header is not valid
+        return header
+    metadata["sha256"] = hashlib.sha256(plain + tail).hexdigest()
     return header
 
 
@@ -169,12 +164,12 @@ def _seeds() -> dict[str, bytes]:
     seeds = {"statistics": path.read_bytes()}
     hessian = pack_symmetric(torch.eye(4))
     tensors = {"hessian.0.0": hessian, "amax.0.0": torch.ones(4), "held_out.0.0": torch.ones(2, 4)}
-    layer = LayerHessians([Stage("mlp", (("mlp.up_proj",),), 4, outer=False)], [[5]], tensors)
-    write_saved_layer(layer, path)
+    stages = [Stage("mlp", (("mlp.up_proj",),), 4, outer=False)]
+    write_arrays(path, HESSIANS_FORMAT, layer_hessians(stages, [[5]], tensors))
     return seeds | {"hessians": path.read_bytes()}
 
 
-_WORDS = {*_TENSORS, "F32", "I64", "F16", "U8", "content", "sha256", "schema_version", "version", "format", "stages"}
+_WORDS = {*(STATS_FORMAT.arrays or ()), "F32", "I64", "F16", "U8", "record", "sha256", "version", "format", "stages"}
 _WORDS |= {
     "slots",
     "tokens",

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
-from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.calibration.stats_file import STATS_FORMAT, read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.array_file import ArrayContent, numpy_arrays, read_arrays, write_arrays
 from minifloat.errors import CheckpointError, StatsError, StorageError
 from minifloat.numerics.histogram import BINS, FINITE_BINS, bin_edges, count_magnitudes
 
@@ -296,20 +297,11 @@ def test_a_file_cut_anywhere_is_refused(saved: Path) -> None:
 
 def forge(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> None:
     """Change the content of a file and update its hash to match."""
-    from minifloat.calibration import stats_file
-    from minifloat.checkpoint.header import encode_header, read_header
-    from minifloat.checkpoint.tensors import OutputTensor
-
-    header, _ = read_header(path)
-    arrays = {name: array.copy() for name, array in stats_file._read_arrays(path, header.tensors).items()}
-    content = json.loads(header.metadata["content"])
-    change(content, arrays)
-    text = json.dumps(content)
-    metadata = {**header.metadata, "content": text, "sha256": stats_file._digest(text, arrays)}
-    names = {np.dtype("<f4"): "F32", np.dtype("<i8"): "I64"}
-    outputs = [OutputTensor(name, names[array.dtype], array.shape) for name, array in arrays.items()]
-    encoded, spans = encode_header(outputs, metadata)
-    path.write_bytes(encoded + b"".join(arrays[name].tobytes() for name in spans))
+    file = read_arrays(path, STATS_FORMAT)
+    arrays = {name: file.array(name).copy() for name in STATS_FORMAT.arrays or ()}
+    record = json.loads(json.dumps(file.record))
+    change(record, arrays)
+    write_arrays(path, STATS_FORMAT, ArrayContent(record, numpy_arrays(arrays)))
 
 
 def first(content: dict[str, Any]) -> list[int]:
@@ -373,9 +365,9 @@ def test_a_forged_file_is_refused(saved: Path, change: Callable[..., Any]) -> No
 
 def test_a_file_of_another_version_is_refused_with_both_versions(saved: Path) -> None:
     data = saved.read_bytes()
-    ours = f'"schema_version":"{SCHEMA_VERSION}"'.encode()
+    ours = f'"version":"{SCHEMA_VERSION}"'.encode()
     assert ours in data
-    saved.write_bytes(data.replace(ours, b'"schema_version":"9"'))
+    saved.write_bytes(data.replace(ours, b'"version":"9"'))
     with pytest.raises(StatsError, match=f"version '9', this minifloat reads version '{SCHEMA_VERSION}'"):
         read_stats(saved)
 

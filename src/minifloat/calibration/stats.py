@@ -21,7 +21,7 @@ from minifloat.errors import StatsError, UsageError
 from minifloat.numerics.histogram import BINS, FINITE_BINS, Counts, Floats
 
 #: Version of the content of `ActivationStats`; a file of another version is refused.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)

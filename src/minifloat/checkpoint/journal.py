@@ -295,9 +295,10 @@ def _damage(folder: OwnFolder, name: str, written: WrittenFile) -> str:
 
 def written_file(folder: OwnFolder, name: str) -> WrittenFile:
     """Return the size and the digest of a complete file by reading it."""
-    hasher, buffer = new_hasher(), bytearray(PIECE_BYTES)
+    hasher = new_hasher()
     pieces: list[int] = []
     with folder.reading(name) as descriptor, storage_errors(folder.path / name, "read"):
+        buffer = bytearray(min(PIECE_BYTES, os.fstat(descriptor).st_size))
         while count := os.preadv(descriptor, [buffer], sum(pieces)):
             hasher.update(digest_bytes(memoryview(buffer)[:count], parallel=True))
             pieces.append(count)

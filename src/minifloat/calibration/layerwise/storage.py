@@ -41,7 +41,7 @@ class TensorFile:
     """A file of tensors of any dtype at known locations. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._end = path, 0
         with storage_errors(path, "open it"):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
@@ -50,6 +50,18 @@ class TensorFile:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
+
+    def reserve(self, tensor: Tensor) -> StoredTensor:
+        """Return the location of a tensor behind those of earlier calls, without writing it."""
+        location = StoredTensor(self._end, tensor.shape, tensor.dtype)
+        self._end = location.end
+        return location
+
+    def append(self, tensor: Tensor) -> StoredTensor:
+        """Write a tensor behind those of earlier calls, and return its location."""
+        location = self.reserve(tensor)
+        self.write(location, tensor)
+        return location
 
     def write(self, location: StoredTensor, tensor: Tensor) -> None:
         """Write a tensor, on any device, to its location."""
@@ -83,7 +95,6 @@ class ArgumentPool:
         self._tensors: dict[tuple[Any, ...], Tensor | StoredTensor] = {}
         self._calls: dict[Any, LayerCall] = {}
         self._free_bytes = ARGUMENT_BYTES
-        self._end = 0
 
     def keep(self, calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
         """Return the calls of one sequence with each tensor replaced by the pool's equal tensor or its location."""
@@ -117,10 +128,7 @@ class ArgumentPool:
                 self._free_bytes -= tensor.nbytes
                 self._tensors[key] = tensor
             else:
-                location = StoredTensor(self._end, tensor.shape, tensor.dtype)
-                self._file.write(location, tensor)
-                self._end = location.end
-                self._tensors[key] = location
+                self._tensors[key] = self._file.append(tensor)
         return self._tensors[key]
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
 
+from minifloat.checkpoint.array_file import ArrayContent, ArrayFile, ArrayFormat, read_arrays, write_arrays
 from minifloat.checkpoint.files import storage_errors
 from minifloat.checkpoint.journal import WorkFolder, written_file
 from minifloat.errors import CheckpointError
@@ -23,29 +22,25 @@ _SCRATCH = ".scratch"  #: ends the names of files that a resumed run writes agai
 _DRAFT = f"hidden{_SCRATCH}"
 _OURS = re.compile(rf"\w+{re.escape(_SCRATCH)}|hidden-\d+|layer-\d+\.safetensors|\.layer-\d+\.safetensors\.\d+\.tmp")
 
-Result = TypeVar("Result")
 
-
-class LayerWork(Generic[Result]):
+class LayerWork:
     """The hidden states and results in a work folder, locked while it is open. Leaving the context keeps the files.
 
     Attributes:
         finished: The results of the finished layers, in order.
     """
 
-    def __init__(
-        self, path: Path, fingerprint: str, read: Callable[[Path], Result], write: Callable[[Result, Path], object]
-    ) -> None:
-        self.path, self._fingerprint, self._read, self._write = path, fingerprint, read, write
+    def __init__(self, path: Path, fingerprint: str, kind: ArrayFormat) -> None:
+        self.path, self._fingerprint, self._kind = path, fingerprint, kind
         self._work = WorkFolder(path, lambda name: _OURS.fullmatch(name) is not None)
-        self.finished: list[Result] = []
+        self.finished: list[ArrayFile] = []
         try:
             self._resume()
         except BaseException:
             self._work.close()
             raise
 
-    def __enter__(self) -> LayerWork[Result]:
+    def __enter__(self) -> LayerWork:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,13 +81,13 @@ class LayerWork(Generic[Result]):
         folder.sync()
         self._work.finish(name, written_file(folder, name))
 
-    def finish(self, layer: int, result: Result) -> None:
+    def finish(self, layer: int, content: ArrayContent) -> None:
         """Record a layer as finished, and delete the hidden states that entered it."""
         results, hidden = self.results(layer), self.hidden(layer).name
-        self._write(result, results)
+        write_arrays(results, self._kind, content)
         self._work.folder.sync()
         self._work.finish(results.name, written_file(self._work.folder, results.name))
-        self.finished.append(self._read(results))
+        self.finished.append(read_arrays(results, self._kind))
         if hidden in self._work.finished:
             self._work.discard(hidden)
         self._work.folder.remove(hidden)
@@ -118,7 +113,7 @@ class LayerWork(Generic[Result]):
                 _LOG.warning("%s %s: check the disk. It is computed again", self.path / name, reason)
         while (results := self.results(len(self.finished))).name in work.finished:
             try:
-                self.finished.append(self._read(results))
+                self.finished.append(read_arrays(results, self._kind))
             except CheckpointError:
                 break
         kept = {self.results(layer).name for layer in range(len(self.finished))}

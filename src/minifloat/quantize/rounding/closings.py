@@ -40,16 +40,13 @@ class Closings:
     """The closed modules of a layer, and the inputs of their linears."""
 
     def __init__(self, model: nn.Module, closings: dict[int, Closing], file: TensorFile) -> None:
-        self._model, self._closings, self._file, self._end = model, closings, file, 0
+        self._model, self._closings, self._file = model, closings, file
         self._places: dict[tuple[int, int], StoredTensor] = {}
 
     def keep(self, stage: int, sequence: int, inputs: Tensor) -> None:
         """Keep the inputs ``[T, K]`` of a stage in one sequence, if its linear closes a module."""
         if stage in self._closings:
-            place = StoredTensor(self._end, inputs.shape, inputs.dtype)
-            self._file.write(place, inputs)
-            self._end = place.end
-            self._places[stage, sequence] = place
+            self._places[stage, sequence] = self._file.append(inputs)
 
     @contextmanager
     def applied(self, sequence: int) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,14 +17,16 @@ from torch import Tensor
 from minifloat.calibration.calibrate import open_source
 from minifloat.calibration.data import CalibrationSet, SourceLike
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.layerwise.calls import LayerCall, LayersNotSeparableError
+from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
-from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
+from minifloat.calibration.layerwise.storage import TensorFile
+from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, OpenLayer
 from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
 from minifloat.calibration.whole import check_data
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError, UsageError
@@ -33,14 +34,12 @@ from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.rounding.fold_sample import FoldSample
 from minifloat.quantize.rounding.inputs import largest_inputs
 from minifloat.quantize.rounding.saved import (
-    LayerHessians,
+    HESSIANS_FORMAT,
     SavedHessians,
-    SavedLayer,
     fold_sample_name,
+    layer_hessians,
     layer_path,
     pack_symmetric,
-    read_saved_layer,
-    write_saved_layer,
 )
 from minifloat.quantize.rounding.slots import SlotRows, own_statistics
 from minifloat.quantize.rounding.stages import Stage, find_stages
@@ -104,9 +103,11 @@ def collect_hessians(
         _require_tokens(stack, kept.tokens)
         work = folder.with_name(folder.name + _WORK_SUFFIX)
         _take_back(folder, work)
-        with LayerWork[LayerHessians | SavedLayer](work, fingerprint, read_saved_layer, write_saved_layer) as opened:
-            _CollectingWalk(stack, kept, held_out, progress).run(opened)
-            layers = tuple(layer.digest for layer in opened.finished if isinstance(layer, SavedLayer))
+        with LayerWork(work, fingerprint, HESSIANS_FORMAT) as opened:
+            if len(opened.finished) < len(stack):
+                with LayerWalk(stack, both.sequences, opened) as walk:
+                    walk.run(_Collection(walk, kept, held_out, progress).run_layer)
+            layers = tuple(layer.digest for layer in opened.finished)
             _move_layers(opened, folder, len(layers))
             record = dict((data or both).record)
             saved = SavedHessians(folder, ModelIdentity.of(checkpoint), fingerprint, record, kept.tokens, layers)
@@ -162,7 +163,7 @@ def _take_back(folder: Path, work: Path) -> None:
                 file.unlink()
 
 
-def _move_layers(work: LayerWork[LayerHessians | SavedLayer], folder: Path, layers: int) -> None:
+def _move_layers(work: LayerWork, folder: Path, layers: int) -> None:
     """Move the files of finished layers into the folder."""
     with storage_errors(folder, "create it"):
         folder.mkdir(exist_ok=True)
@@ -172,76 +173,31 @@ def _move_layers(work: LayerWork[LayerHessians | SavedLayer], folder: Path, laye
     sync_folder(folder)
 
 
-class _CollectingWalk:
-    """One run over all layers of the original model."""
+class _Collection:
+    """Takes the Hessians of each layer of a walk through the original model."""
 
     def __init__(
-        self, stack: LayerStack, kept: CalibrationSet, held_out: CalibrationSet, progress: Progress | None
+        self, walk: LayerWalk, kept: CalibrationSet, held_out: CalibrationSet, progress: Progress | None
     ) -> None:
-        self.stack, self.progress = stack, progress
-        self.sequences = (*kept.sequences, *held_out.sequences)
+        self.walk, self.progress = walk, progress
+        self.sequences = walk.sequences
         self.first_held_out = len(kept.sequences)
         self.held_out = len(held_out.sequences)
 
-    def run(self, folder: LayerWork[LayerHessians | SavedLayer]) -> None:
-        """Store all layers that the folder does not have yet."""
-        if len(folder.finished) == len(self.stack):
-            return
-        with TensorFile(folder.scratch("arguments")) as file:
-            pool = ArgumentPool(file, self.stack.device)
-            self.pool = pool
-            calls_of_sequences = self._start(folder, pool)
-            for index in range(len(folder.finished), len(self.stack)):
-                self.calls = [calls[index] for calls in calls_of_sequences]
-                folder.finish(index, self._layer(index, folder))
-
-    def _start(self, folder: LayerWork[LayerHessians | SavedLayer], pool: ArgumentPool) -> list[tuple[LayerCall, ...]]:
-        """Return the calls of all layers, and write the inputs of layer 0 unless a run is continued."""
-        resumed = folder.continues()
-        self.places: list[StoredTensor] = []
-        with TensorFile(folder.draft) as draft:
-
-            def keep(_: int, hidden: Tensor) -> None:
-                end = self.places[-1].end if self.places else 0
-                self.places.append(StoredTensor(end, hidden.shape, hidden.dtype))
-                if not resumed:
-                    draft.write(self.places[-1], hidden)
-
-            calls = self.stack.capture(self.sequences, pool, keep)
-            if not resumed:
-                draft.sync()
-                folder.keep_draft(0)
-        return calls
-
-    @torch.inference_mode()
-    def _layer(self, index: int, folder: LayerWork[LayerHessians | SavedLayer]) -> LayerHessians:
+    def run_layer(self, layer: OpenLayer) -> ArrayContent:
         """Run one layer, write the hidden states behind it, and return what is stored of it."""
-        with ExitStack() as stack:
-            with torch.inference_mode(False):  # parameters as in the whole model
-                layer = stack.enter_context(self.stack.weights.layer(index))
-            hidden = stack.enter_context(TensorFile(folder.hidden(index)))
-            draft = stack.enter_context(TensorFile(folder.draft))
-            readings = StoredReadings(stack.enter_context(TensorFile(folder.scratch("reference"))))
-            rows = stack.enter_context(TensorFile(folder.scratch("rows")))
+        model, places = self.walk.stack.model, self.walk.places[ORIGINAL]
+        readings = StoredReadings(layer.scratch("reference"))
+        stages = find_stages(model, layer.path, layer.module, layer.sites, layer.call(0), layer.hidden(places[0]))
+        taps = LayerTaps(model, layer.module, stages)
+        for number, place in places.items():
+            output, found = taps.read_all(layer.call(number), layer.hidden(place))
+            layer.write(place, output)
+            readings.keep(number, found)
+            self._report(layer.index, number)
+        return self._store(stages, readings, layer.scratch("rows"))
 
-            def states(number: int) -> Tensor:
-                return hidden.read(self.places[number]).to(self.stack.device)
-
-            prefix, sites = f"{self.stack.path}.{index}", self.stack.sites_of(index)
-            first = self.pool.restore(self.calls[0])
-            stages = find_stages(self.stack.model, prefix, layer, sites, first, states(0))
-            taps = LayerTaps(self.stack.model, layer, stages)
-            for number, place in enumerate(self.places):
-                output, found = taps.read_all(self.pool.restore(self.calls[number]), states(number))
-                draft.write(place, output)
-                readings.keep(number, found)
-                self._report(index, number)
-            stored = self._store(stages, readings, rows)
-            draft.sync()
-            folder.keep_draft(index + 1)
-        return stored
-
-    def _store(self, stages: Sequence[Stage], readings: StoredReadings, rows: TensorFile) -> LayerHessians:
+    def _store(self, stages: Sequence[Stage], readings: StoredReadings, rows: TensorFile) -> ArrayContent:
         """Return what is stored of a layer."""
         tensors: dict[str, Tensor] = {}
         all_tokens: list[list[int]] = []
@@ -254,13 +210,13 @@ class _CollectingWalk:
                 all_tokens[-1].append(own.tokens)
             for slot, kept in enumerate(samples):
                 if (held_out := kept.rows()) is not None:
-                    tensors[f"held_out.{number}.{slot}"] = _compact(held_out.inputs, self.stack.model.dtype)
+                    tensors[f"held_out.{number}.{slot}"] = _compact(held_out.inputs, self.walk.stack.model.dtype)
             for slot in range(len(stage.slots)) if stage.outer else [0]:
                 for part in (False, True):
                     if (chosen := sample(number, slot, part)) is not None:
-                        tensors[fold_sample_name(number, slot, part)] = _compact(chosen, self.stack.model.dtype)
+                        tensors[fold_sample_name(number, slot, part)] = _compact(chosen, self.walk.stack.model.dtype)
             tensors |= self._largest(number, stage, readings)
-        return LayerHessians(stages, all_tokens, tensors)
+        return layer_hessians(stages, all_tokens, tensors)
 
     def _moments(
         self, number: int, stage: Stage, readings: StoredReadings, file: TensorFile, samples: Sequence[Sample]
@@ -304,8 +260,8 @@ class _CollectingWalk:
     def _report(self, index: int, number: int) -> None:
         if self.progress is not None:
             count = len(self.sequences)
-            done, total = index * count + number + 1, count * len(self.stack)
-            self.progress(done, total, f"layer {index + 1} of {len(self.stack)}, Hessians")
+            done, total = index * count + number + 1, count * len(self.walk.stack)
+            self.progress(done, total, f"layer {index + 1} of {len(self.walk.stack)}, Hessians")
 
 
 def _compact(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ measures it, rounding to nearest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -62,16 +62,19 @@ class DamageStreams:
     started: list[str] = field(default_factory=list)
     _tokens: int = 0
 
-    def place(self, number: int, hidden: Tensor, end: int) -> int:
-        """Reserve room for the hidden states of a held-out sequence, as far as the sample takes it."""
+    def streams_of(self, tokens: int) -> list[tuple[str, str]]:
+        """Return the streams that a held-out sequence runs through, as far as the sample takes it."""
         if self._tokens >= _TOKENS:
-            return end
-        self._tokens += hidden.shape[1]
+            return []
+        self._tokens += tokens
+        return [(kind, group) for group in self.request.groups for kind in ("given_back", "alone")]
+
+    def start(self, places: Mapping[Hashable, dict[int, StoredTensor]], finished: Iterable[Mapping[str, Any]]) -> None:
+        """Take the places of all streams, and the groups whose streams began in finished layers."""
         for group in self.request.groups:
-            for streams in (self.given_back, self.alone):
-                streams.setdefault(group, {})[number] = place = StoredTensor(end, hidden.shape, hidden.dtype)
-                end = place.end
-        return end
+            if ("alone", group) in places:
+                self.given_back[group], self.alone[group] = places["given_back", group], places["alone", group]
+        self.started = [group for record in finished for group in record.get("groups", ())]
 
     def run_original(self, run: RunLayer) -> None:
         """Continue the streams through an original layer."""

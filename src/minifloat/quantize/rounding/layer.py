@@ -16,8 +16,8 @@ from minifloat.numerics.scheme import Scheme, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.factor import DAMPING, Feedback, factorize, times
 from minifloat.quantize.rounding.grid import Grid, error_of
-from minifloat.quantize.rounding.layer_file import Bytes
 from minifloat.quantize.rounding.methods import Inputs, Method
+from minifloat.quantize.rounding.rounded_model import Bytes
 from minifloat.quantize.rounding.statistics import Rows, Statistics
 
 #: Fewer held-out rows than this say too little to prefer rounding to nearest.

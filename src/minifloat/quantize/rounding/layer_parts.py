@@ -11,10 +11,10 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.rounding.layer import LayerRounding, tensor_bytes
-from minifloat.quantize.rounding.layer_file import Bytes
 from minifloat.quantize.rounding.layer_fold import LayerFold
 from minifloat.quantize.rounding.layer_tensors import part_view
 from minifloat.quantize.rounding.methods import Method
+from minifloat.quantize.rounding.rounded_model import Bytes
 from minifloat.quantize.rounding.stages import Stage
 
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from minifloat.checkpoint.array_file import ArrayContent, ArrayFile, ArrayFormat, numpy_arrays
+from minifloat.checkpoint.schema import any_object
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.layer_file import Bytes, LayerFile
+
+Bytes = npt.NDArray[np.uint8]
+
+#: The results of one layer, of the comparison, or of tuning.
+LAYER_FORMAT = ArrayFormat("rounded layer", 1, any_object, "delete the work folder")
+
+
+def layer_content(tensors: Mapping[str, Bytes], record: Mapping[str, Any]) -> ArrayContent:
+    """Return the results of a layer: output tensors under their names in the checkpoint, and a record of how."""
+    return ArrayContent(record, numpy_arrays(tensors))
 
 
 class RoundedModel:
@@ -20,7 +33,7 @@ class RoundedModel:
         tuning: What tuning did; None: the model was not tuned.
     """
 
-    def __init__(self, files: Sequence[LayerFile]) -> None:
+    def __init__(self, files: Sequence[ArrayFile]) -> None:
         self.files = tuple(files)
         self._by_name = {name: file for file in files for name in file.names}
         records = [file.record for file in files]

@@ -18,9 +18,8 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.rounding.damage import GroupsToMeasure
-from minifloat.quantize.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 from minifloat.quantize.rounding.options import RoundingOptions
-from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, RoundedModel
 from minifloat.quantize.rounding.tune.cost import require_memory, tune_cost
 from minifloat.quantize.rounding.tune.run import tune
 from minifloat.quantize.rounding.walk import RoundingWalk
@@ -53,14 +52,14 @@ def round_checkpoint(
             facts["groups"] = groups.to_dict()
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
-        with LayerWork[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
+        with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder:
             walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress, groups)
-            files = walk.run(folder)
-            if options.method.trains and len(files) == len(stack) + 1:
-                tuned = tune(model, plan, RoundedModel(files), kept, held_out, options.tuning, progress)
-                folder.finish(len(files), tuned)
-                files = [file for file in folder.finished if isinstance(file, LayerFile)]
-            yield RoundedModel(files)
+            walk.run(folder)
+            if options.method.trains and len(folder.finished) == len(stack) + 1:
+                rounded = RoundedModel(folder.finished)
+                tuned = tune(model, plan, rounded, kept, held_out, options.tuning, progress)
+                folder.finish(len(folder.finished), tuned)
+            yield RoundedModel(folder.finished)
             folder.remove()
     except LayersNotSeparableError as error:
         raise UsageError(

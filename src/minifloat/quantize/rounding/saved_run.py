@@ -18,18 +18,18 @@ from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import StatsError, UsageError
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.quantize.rounding.fold_loss import powers_of_two
 from minifloat.quantize.rounding.inputs import LayerInputs
 from minifloat.quantize.rounding.layer import LayerRounding
-from minifloat.quantize.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 from minifloat.quantize.rounding.layer_fold import LayerFold
 from minifloat.quantize.rounding.layer_parts import fold_of, folded_tensors, rounding_of
 from minifloat.quantize.rounding.layer_tensors import layer_tensors
 from minifloat.quantize.rounding.options import RoundingOptions
-from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, RoundedModel, layer_content
 from minifloat.quantize.rounding.saved import SavedHessians, SavedLayer
 from minifloat.quantize.rounding.slots import filled_up, mean_hessian
 from minifloat.quantize.rounding.statistics import Rows, Statistics
@@ -77,13 +77,13 @@ def round_saved(
         schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
         facts = {**options.to_dict(), "layout": plan.layout.name, "modules": schemes, "hessians": saved.layers}
         fingerprint = run_fingerprint(loader, CalibrationSet(()), facts)
-        with LayerWork[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
+        with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder:
             walk = _SavedWalk(stack, plan, saved, options, checkpoint.config, progress)
             for index in range(len(folder.finished), len(stack)):
                 folder.finish(index, walk.layer(index))
             if len(folder.finished) == len(stack):
-                folder.finish(len(stack), LayerResult({}, {"held_out": None}))
-            yield RoundedModel([file for file in folder.finished if isinstance(file, LayerFile)])
+                folder.finish(len(stack), layer_content({}, {"held_out": None}))
+            yield RoundedModel(folder.finished)
             folder.remove()
     except LayersNotSeparableError as error:
         raise UsageError(
@@ -111,7 +111,7 @@ class _SavedWalk:
         }
 
     @torch.inference_mode()
-    def layer(self, index: int) -> LayerResult:
+    def layer(self, index: int) -> ArrayContent:
         """Round the weights of one layer, and return its codes."""
         saved = self.saved.layer(index)
         with ExitStack() as stack:
@@ -137,7 +137,7 @@ class _SavedWalk:
                     self.progress(index * count + number + 1, count * layers, what)
             folded = folded_tensors(fold, self.quantized)
         record = {"weights": rounding.rows, "folds": fold.records, "inputs": inputs.rows()}
-        return LayerResult({**rounding.tensors, **folded}, record)
+        return layer_content({**rounding.tensors, **folded}, record)
 
     def _round_stage(self, number: int, saved: SavedLayer, rounding: LayerRounding, fold: LayerFold) -> None:
         """Round the weights that read the inputs of a stage."""

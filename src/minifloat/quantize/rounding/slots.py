@@ -22,7 +22,7 @@ class SlotRows:
     """Keeps the inputs of each expert in a file."""
 
     def __init__(self, file: TensorFile, count: int) -> None:
-        self._file, self._end = file, 0
+        self._file = file
         self._places: list[list[tuple[StoredTensor, StoredTensor]]] = [[] for _ in range(count)]
         self.tokens = [0] * count
 
@@ -32,7 +32,7 @@ class SlotRows:
         first = 0
         for expert, count in zip(names.tolist(), counts.tolist(), strict=True):
             part = rows.pick(slice(first, first + count))
-            self._places[expert].append((self._write(part.inputs), self._write(part.reference)))
+            self._places[expert].append((self._file.append(part.inputs), self._file.append(part.reference)))
             self.tokens[expert] += count
             first += count
 
@@ -46,12 +46,6 @@ class SlotRows:
                 chunk = []
         if chunk:
             yield join(chunk)
-
-    def _write(self, tensor: Tensor) -> StoredTensor:
-        location = StoredTensor(self._end, tensor.shape, tensor.dtype)
-        self._file.write(location, tensor)
-        self._end = location.end
-        return location
 
 
 def own_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:

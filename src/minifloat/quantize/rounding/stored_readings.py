@@ -23,23 +23,19 @@ class StoredReadings:
     """Keeps the readings of each sequence in a file. The indices of experts stay in memory."""
 
     def __init__(self, file: TensorFile) -> None:
-        self._file, self._end = file, 0
+        self._file = file
         self._places: dict[tuple[int, int], _Place] = {}
 
     def keep(self, sequence: int, readings: Sequence[Reading]) -> None:
         """Keep the readings of one sequence, one per stage."""
         for stage, reading in enumerate(readings):
-            residual = None if reading.residual is None else self._write(reading.residual)
-            self._places[sequence, stage] = _Place(self._write(reading.inputs), reading.slots, reading.tokens, residual)
+            residual = None if reading.residual is None else self._file.append(reading.residual)
+            self._places[sequence, stage] = _Place(
+                self._file.append(reading.inputs), reading.slots, reading.tokens, residual
+            )
 
     def read(self, sequence: int, stage: int) -> Reading:
         """Return the reading of a stage for one sequence."""
         place = self._places[sequence, stage]
         residual = None if place.residual is None else self._file.read(place.residual)
         return Reading(self._file.read(place.inputs), place.slots, place.tokens, residual)
-
-    def _write(self, tensor: Tensor) -> StoredTensor:
-        location = StoredTensor(self._end, tensor.shape, tensor.dtype)
-        self._file.write(location, tensor)
-        self._end = location.end
-        return location

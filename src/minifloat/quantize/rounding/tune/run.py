@@ -8,12 +8,12 @@ from typing import Any
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.model import CalibrationModel
+from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.rounding.grid import error_of
 from minifloat.quantize.rounding.layer import tensor_bytes
-from minifloat.quantize.rounding.layer_file import Bytes, LayerResult
-from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
 from minifloat.quantize.rounding.tune.options import TuneOptions
 from minifloat.quantize.rounding.tune.student import Student
 from minifloat.quantize.rounding.tune.train import Trainer, Training
@@ -27,7 +27,7 @@ def tune(
     held_out: CalibrationSet,
     options: TuneOptions,
     progress: Progress | None = None,
-) -> LayerResult:
+) -> ArrayContent:
     """Train codes and norms against the original logits, and return the best state on held-out text."""
 
     def report(step: int, text: str) -> None:
@@ -48,7 +48,7 @@ def tune(
         stats = asdict(error_of(student.weights[module].float().cpu(), weight))
         rows.append({**rounded.weights[module], "stats": stats, "changed": differing / latent.values.numel()})
     record = _record(training, options, changed / max(trained, 1), rounded.held_out)
-    return LayerResult(tensors, {"weights": rows, **record})
+    return layer_content(tensors, {"weights": rows, **record})
 
 
 def _record(training: Training, options: TuneOptions, changed: float, held_out: Mapping[str, Any]) -> dict[str, Any]:

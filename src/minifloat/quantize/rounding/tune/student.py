@@ -19,9 +19,8 @@ from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.model.runtime.names import Assignment
 from minifloat.model.runtime.tensors import TORCH_DTYPES
 from minifloat.quantize.rounding.fold_record import folded_weights
-from minifloat.quantize.rounding.layer_file import Bytes
 from minifloat.quantize.rounding.layer_tensors import assignment_views, layer_tensors, parameter_of, part_view
-from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel
 from minifloat.quantize.rounding.tune.latent import LatentWeight
 
 
