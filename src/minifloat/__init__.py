@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from minifloat.checkpoint import Checkpoint
     from minifloat.deploy.check import CheckReport, Target, check_checkpoint
     from minifloat.deploy.diagnosis import Diagnosis, doctor
-    from minifloat.deploy.estimate import ModelPlan, PlanOptions, plan_model
-    from minifloat.deploy.publish import PushOptions, PushReport, push_checkpoint
+    from minifloat.deploy.estimate import ModelPlan, plan_model
+    from minifloat.deploy.options import PlanOptions, PushOptions
+    from minifloat.deploy.publish import PushReport, push_checkpoint
     from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
     from minifloat.errors import MinifloatError
     from minifloat.evaluate.bench import BenchOptions, GainsReport, Workload, bench_checkpoint
@@ -89,8 +90,8 @@ _EXPORTS = {
     "LoadOptions": "minifloat.model.runtime.load",
     "MinifloatError": "minifloat.errors",
     "ModelPlan": "minifloat.deploy.estimate",
-    "PlanOptions": "minifloat.deploy.estimate",
-    "PushOptions": "minifloat.deploy.publish",
+    "PlanOptions": "minifloat.deploy.options",
+    "PushOptions": "minifloat.deploy.options",
     "PushReport": "minifloat.deploy.publish",
     "QuantizeOptions": "minifloat.quantize.options",
     "QuantizeReport": "minifloat.quantize.report",

@@ -73,7 +73,7 @@ def test_nothing_is_held_out_when_asked(llama_folder: Path, text: Path, tmp_path
 
 
 def test_bad_requests_are_refused(llama_folder: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="held-out fraction"):
+    with pytest.raises(UsageError, match="held_out: expected at least 0 and less than 1"):
         calibrate(llama_folder, [text], CalibrateOptions(held_out=1.0))
     with pytest.raises(DataError):
         calibrate(llama_folder, [tmp_path / "missing.txt"])

@@ -305,7 +305,7 @@ def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(
     assert failed.exit_code == 1
     assert run("compare", llama_folder, tmp_path / "out", *options, "--max-tokens", "60").exit_code == 3
     refused = run("compare", llama_folder, llama_folder, *options, "--min-top1", "many")
-    assert (refused.exit_code, "could not convert string to float: 'many'" in refused.output) == (2, True)
+    assert (refused.exit_code, "expected a number or a percentage, got 'many'" in refused.output) == (2, True)
     as_json = run("compare", llama_folder, llama_folder, *options, "--json")
     document = json.loads(as_json.stdout)
     assert document["candidates"][0]["overall"]["kl_max"] == 0.0

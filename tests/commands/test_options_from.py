@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from minifloat.commands.options_from import GroupedCommand, build, options_from
 from minifloat.errors import UsageError
-from minifloat.numerics.ranges import Bytes, Count, Fraction, Positive, require_in_range
+from minifloat.numerics.ranges import Bytes, Count, Fraction, Positive, check_fields
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Options(Base):
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        require_in_range(self)
+        check_fields(self)
 
 
 def run(*arguments: str, env: dict[str, str] | None = None, **settings: Any) -> tuple[Result, list[Options]]:

@@ -9,6 +9,7 @@ from typing import Any
 from minifloat.evaluate.compare.attribution import Attribution, ModuleDamage, Suggestion
 from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
 from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import (
     CandidateResult,
     Comparison,
@@ -19,7 +20,7 @@ from minifloat.evaluate.compare.result import (
 )
 from minifloat.evaluate.compare.summary import CURVE_FRACTIONS, MARGIN_EDGES, MarginBin, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
-from minifloat.evaluate.compare.verdict import Tolerance, judge
+from minifloat.evaluate.compare.verdict import judge
 
 MIB = 1 << 20
 #: Hostile text: markup, a pipe, an escape sequence, a mark of direction, half of a surrogate pair, card markers.

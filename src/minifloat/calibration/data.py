@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from minifloat.calibration.options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
 from minifloat.calibration.packing import Reading, permuted, sequence_prefix
 from minifloat.calibration.readers import END_OF_TEXT, OWN_TEXT, Source
 from minifloat.errors import DataError
@@ -39,8 +40,6 @@ __all__ += [
     "load_calibration_data",
 ]
 
-DEFAULT_SAMPLES = 512
-DEFAULT_SEQ_LEN = 512
 
 #: Returns this number of sequences of text that the model itself writes; the record has one source.
 OwnText: TypeAlias = "Callable[[int], CalibrationSet]"

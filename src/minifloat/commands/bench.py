@@ -113,9 +113,7 @@ def bench(
     else:
         terminal.write(document(result))
     if report is not None:
-        from minifloat.report import html
-
-        write_page(report, html.write(document(result)), err=as_json)
+        write_page(report, document(result), err=as_json)
     if out is not None and not no_report:
         add_to_report(out, result, err=as_json)
     if update_card and out is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -12,27 +12,9 @@ from minifloat.commands.options import (
     MODEL,
     complete_scheme,
     json_option,
-    pass_params,
     print_json,
     revision_option,
 )
-
-
-@dataclass(frozen=True)
-class CheckParams:
-    """The parameters of `check`, named as its options."""
-
-    model: str
-    revision: str | None
-    engine: str
-    hardware: str
-    tp: int
-    plugin: str | None
-    scheme: str | None
-    layout: str | None
-    override: tuple[str, ...]
-    exclude: tuple[str, ...]
-    as_json: bool
 
 
 @click.command()
@@ -59,8 +41,18 @@ class CheckParams:
     "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
 )
 @json_option()
-@pass_params(CheckParams)
-def check(params: CheckParams) -> None:
+def check(
+    model: str,
+    revision: str | None,
+    engine: str,
+    hardware: str,
+    tp: int,
+    plugin: str | None,
+    override: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+    **of_scheme: Any,
+) -> None:
     """Say whether an engine will load the checkpoint MODEL, which kernel it uses, and what goes wrong.
 
     Reads headers and config; starts nothing. With --scheme, the checkpoint that `quantize` would make of MODEL is
@@ -72,14 +64,13 @@ def check(params: CheckParams) -> None:
     from minifloat.report import terminal
 
     report = check_checkpoint(
-        params.model,
-        Target.of(params.engine, params.hardware, params.tp, params.plugin),
-        scheme=params.scheme,
-        layout=params.layout,
-        overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
-        revision=params.revision,
+        model,
+        Target.of(engine, hardware, tp, plugin),
+        overrides=[*override, *(f"{pattern}={KEEP}" for pattern in exclude)],
+        revision=revision,
+        **of_scheme,
     )
-    if params.as_json:
+    if as_json:
         print_json(report)
     else:
         terminal.write(document(report))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from minifloat.commands.options import FOLDER, MODEL, json_option, print_json, revision_option, verbose_option
-from minifloat.errors import UsageError
+from minifloat.commands.report import require_writable, write_page
 
 
 @click.command()
@@ -38,19 +38,10 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
     else:
         terminal.write(document(inspection, verbose=verbose))
     if plot is not None:
-        _plot_checkpoint(model, revision, plot, as_json=as_json)
+        from minifloat.model.layouts.document import inspected_document
 
-
-def _plot_checkpoint(model: str, revision: str | None, plot: Path, *, as_json: bool) -> None:
-    from minifloat.checkpoint.files import written_whole
-    from minifloat.model.layouts.document import inspected_document
-    from minifloat.report import html
-
-    if plot.is_dir() or not plot.parent.is_dir():
-        raise UsageError(f"--plot {plot}: not a file in a folder that exists")
-    with written_whole(plot) as file:
-        file.write(html.write(inspected_document(model, revision=revision)).encode())
-    click.echo(f"Drawn to {plot}", err=as_json)
+        require_writable(plot, "--plot")
+        write_page(plot, inspected_document(model, revision=revision), err=as_json, what="Drawn to ")
 
 
 def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from minifloat.errors import MinifloatError, UsageError
 if TYPE_CHECKING:
     from minifloat.evaluate.bench import GainsReport
     from minifloat.evaluate.compare import Comparison
+    from minifloat.report.document import Document
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -80,10 +81,11 @@ def require_folders(models: Iterable[str]) -> None:
         resolve_folder(model)
 
 
-def write_page(path: Path, page: str, *, err: bool, what: str = "Report: ") -> None:
-    """Write an HTML file whole, and say so."""
+def write_page(path: Path, document: Document, *, err: bool, what: str = "Report: ") -> None:
+    """Write a document as an HTML file, and say so."""
     from minifloat.checkpoint.files import written_whole
+    from minifloat.report import html
 
     with written_whole(path) as file:
-        file.write(page.encode())
+        file.write(html.write(document).encode())
     click.echo(f"{what}{path}", err=err)

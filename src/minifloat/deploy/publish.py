@@ -22,6 +22,7 @@ from minifloat.checkpoint.rewrite import CARD_FILE, REPORT_FILE
 from minifloat.deploy.check.deployment import check_everywhere
 from minifloat.deploy.check.document import DEPLOYMENT, deployment_section
 from minifloat.deploy.check.subject import Subject
+from minifloat.deploy.options import PushOptions
 from minifloat.errors import CheckpointError, HubError, UnsafeFileError, UsageError
 from minifloat.model.layouts import describe
 from minifloat.report.card import add_metadata, read_card, read_metadata, with_section, write_card
@@ -70,39 +71,6 @@ class PushReport(ShortReport):
         return asdict(self) | {"left": list(self.left), "notes": list(self.notes), "nbytes": self.nbytes}
 
 
-@dataclass(frozen=True)
-class PushOptions:
-    """How `push_checkpoint` uploads, and metadata for a card that lacks it.
-
-    Attributes:
-        private: Create a new repository as private; an existing one must be private.
-        revision: The branch to commit to, created if it does not exist; by default the default branch.
-        message: Commit message.
-        create_pr: Open a pull request instead of committing.
-        base_model: Base model for a card that names none.
-        license: Licence for a card that names none: an identifier of the hub, or ``other``.
-        dry_run: Write and send nothing.
-    """
-
-    private: bool = False
-    revision: str | None = None
-    message: str | None = None
-    create_pr: bool = False
-    base_model: str | None = None
-    license: str | None = None
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse a pull request against a branch."""
-        if self.create_pr and self.revision is not None:
-            raise UsageError("a pull request is opened against the default branch; leave out the revision")
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The metadata that is given for the card."""
-        return {key: value for key in _OPTIONS if (value := getattr(self, key))}
-
-
 def document(report: PushReport) -> Document:
     """Return the files that were, or would be, uploaded, and the address."""
     lines = [
@@ -115,11 +83,7 @@ def document(report: PushReport) -> Document:
     return Document(report.repo_id, [section("", files, Bullets(lines))])
 
 
-def push_checkpoint(
-    folder: str | os.PathLike[str],
-    repo_id: str,
-    options: PushOptions = PushOptions(),
-) -> PushReport:
+def push_checkpoint(folder: str | os.PathLike[str], repo_id: str, options: PushOptions | None = None) -> PushReport:
     """Upload a checkpoint to the hub, and create the repository if it does not exist.
 
     The model card in the folder is completed first: with the given metadata, and with the repository's id in its
@@ -136,11 +100,13 @@ def push_checkpoint(
         HubError: If the hub refuses a request or cannot be reached.
         StorageError: If the operating system refuses.
     """
+    options = options or PushOptions()
     if not is_hub_id(repo_id):
         raise UsageError(f"expected the id of a model of the hub, ORG/NAME, got {repo_id!r}")
     with Checkpoint.open(folder) as checkpoint:
         quantized = describe(checkpoint).layout is not None
-        card = _completed_card(checkpoint, options.metadata, quantized=quantized)
+        given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
+        card = _completed_card(checkpoint, given, quantized=quantized)
         if markers(DEPLOYMENT)[0].encode() in card.content:
             engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
             card = card.with_section(deployment_section(engines, repo_id))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args
 
-from minifloat.errors import UnknownNameError, UsageError
-from minifloat.numerics.ranges import Bytes, Count, require_in_range
+from minifloat.errors import UsageError
+from minifloat.numerics.ranges import Bytes, Count, check_fields
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
@@ -64,11 +63,7 @@ class EngineOptions:
             raise UsageError(f"draft: goes with speculate='draft', not with {self.speculate!r}")
         if self.speculate == "draft" and self.draft is None:
             raise UsageError("speculate: 'draft' needs the folder of a draft model (draft)")
-        for name, hint in get_type_hints(EngineOptions).items():
-            choices, value = tuple(_choices(hint)), getattr(self, name)
-            if choices and value is not None and value not in choices:
-                raise UnknownNameError(name, value, choices)
-        require_in_range(self)
+        check_fields(self)
         if self.deterministic:
             self._check_deterministic()
 
@@ -87,12 +82,3 @@ class EngineOptions:
             raise UsageError(
                 "deterministic: excludes activations int8, which rounds inputs only where a step has many rows"
             )
-
-
-def _choices(hint: Any) -> Iterator[Any]:
-    """Yield the values of the `Literal` in a type."""
-    if get_origin(hint) is Literal:
-        yield from get_args(hint)
-        return
-    for part in get_args(hint):
-        yield from _choices(part)

@@ -1,4 +1,4 @@
-"""Ranges of the numbers that options accept: stated once, checked by the dataclass and shown by the command line."""
+"""Values that options accept, stated once in annotations: the dataclass checks them, the command line shows them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from minifloat.errors import UsageError
+from minifloat.errors import UnknownNameError, UsageError
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, or above `above`; `is_size` marks a number of bytes."""
+    """Numbers of at least `least` or above `above`, and at most `most` or below `below`; `is_size`: of bytes."""
 
     least: float | None = None
     most: float | None = None
     above: float | None = None
+    below: float | None = None
     is_size: bool = False
 
     def __contains__(self, value: float) -> bool:
@@ -25,11 +26,12 @@ class Range:
             (self.least is None or value >= self.least)
             and (self.most is None or value <= self.most)
             and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
 
     def __str__(self) -> str:
-        lower = f"more than {self.above}" if self.above is not None else f"at least {self.least}"
-        return lower if self.most is None else f"{lower} and at most {self.most}"
+        ends = {"at least": self.least, "more than": self.above, "at most": self.most, "less than": self.below}
+        return " and ".join(f"{words} {end}" for words, end in ends.items() if end is not None)
 
 
 Natural = Annotated[int, Range(0)]
@@ -40,13 +42,17 @@ Port = Annotated[int, Range(0, 65535)]
 NonNegative = Annotated[float, Range(0)]
 Positive = Annotated[float, Range(above=0)]
 Fraction = Annotated[float, Range(0, 1)]
+FractionBelowOne = Annotated[float, Range(0, below=1)]
 
 
 def annotation_of(cls: type, name: str) -> Any:
-    """Return the evaluated annotation of a dataclass's field."""
+    """Return the evaluated annotation of a dataclass's field; Any if it has names for type checkers only."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
     stated = inspect.get_annotations(owner)[name]
-    return eval(stated, vars(sys.modules[owner.__module__])) if isinstance(stated, str) else stated
+    try:
+        return eval(stated, vars(sys.modules[owner.__module__])) if isinstance(stated, str) else stated
+    except NameError:
+        return Any
 
 
 def ranges_in(annotation: Any) -> Iterator[Range]:
@@ -57,12 +63,22 @@ def ranges_in(annotation: Any) -> Iterator[Range]:
         yield from ranges_in(part)
 
 
-def require_in_range(options: Any) -> None:
-    """Refuse a field of a dataclass whose value is outside the range of its annotation."""
+def choices_in(annotation: Any) -> Iterator[Any]:
+    """Yield the values of the `Literal` in an annotation."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for part in get_args(annotation):
+            yield from choices_in(part)
+
+
+def check_fields(options: Any) -> None:
+    """Refuse a field of a dataclass whose value is outside the range, or not among the names, of its annotation."""
     for field in fields(options):
-        value = getattr(options, field.name)
-        if value is None or not isinstance(value, (int, float)):
-            continue
-        for allowed in ranges_in(annotation_of(type(options), field.name)):
+        value, annotation = getattr(options, field.name), annotation_of(type(options), field.name)
+        choices = tuple(choices_in(annotation))
+        if choices and value is not None and value not in choices:
+            raise UnknownNameError(field.name, value, choices)
+        for allowed in ranges_in(annotation) if isinstance(value, (int, float)) else ():
             if value not in allowed:
                 raise UsageError(f"{field.name}: expected {allowed}, got {value}")

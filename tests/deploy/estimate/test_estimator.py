@@ -287,7 +287,7 @@ def test_wrong_arguments_are_refused_with_their_names(
         ("131072 positions", {"context": 131073}),
         ("3 devices do not divide 64 heads", {"gpus": 3}),
         ("batch", {"batch": 0}),
-        ("expected one of bfloat16, fp8", {"kv_cache_dtype": "fp4"}),
+        ("valid: bfloat16, fp8", {"kv_cache_dtype": "fp4"}),
         ("keep_free", {"keep_free": 1.0}),
     ):
         with pytest.raises(UsageError, match=message):

@@ -16,7 +16,8 @@ from pages import captions, loads_nothing, rows, sections, text_of
 from minifloat import quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.commands.report import draw_report
-from minifloat.deploy.publish import PushOptions, push_checkpoint
+from minifloat.deploy.options import PushOptions
+from minifloat.deploy.publish import push_checkpoint
 from minifloat.errors import CheckpointError
 from minifloat.evaluate.checkpoint_report import has_report, read_results, write_report
 from minifloat.evaluate.compare.result import Comparison

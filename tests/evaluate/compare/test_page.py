@@ -26,8 +26,9 @@ from pages import captions, loads_nothing, parse, rows, text_of
 
 from minifloat.evaluate.compare.document import SAME, document
 from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import Comparison
-from minifloat.evaluate.compare.verdict import Outcome, Tolerance, judge
+from minifloat.evaluate.compare.verdict import Outcome, judge
 from minifloat.evaluate.compare.words import suggestion_text
 from minifloat.report import html
 from minifloat.report.document import Figure, Section

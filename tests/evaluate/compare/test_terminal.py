@@ -9,8 +9,9 @@ from rich.console import Console
 
 from minifloat.evaluate.compare.document import document
 from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import Comparison
-from minifloat.evaluate.compare.verdict import Tolerance, judge
+from minifloat.evaluate.compare.verdict import judge
 from minifloat.report import terminal
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.summary import Summary
-from minifloat.evaluate.compare.verdict import Outcome, Tolerance, judge
+from minifloat.evaluate.compare.verdict import Outcome, judge
 
 EXACT = Estimate(0, 0, 0)
 
@@ -145,11 +146,11 @@ def test_the_bound_on_the_same_top1_is_a_lower_bound() -> None:
 
 @pytest.mark.parametrize("bad", [{"max_kl": -1}, {"min_same_top1": 97}, {"max_ppl_increase": math.nan}])
 def test_a_tolerance_out_of_range_is_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="a tolerance is at least 0"):
+    with pytest.raises(UsageError, match="expected at least 0"):
         Tolerance(**bad)
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.1, math.nan])
 def test_a_margin_out_of_range_is_refused(margin: float) -> None:
-    with pytest.raises(UsageError, match="a margin is a share of the allowed loss"):
+    with pytest.raises(UsageError, match="margin: expected at least 0 and at most 1"):
         Tolerance(margin=margin)

@@ -12,8 +12,9 @@ a fraction of a second; other architectures import transformers, which takes sec
 not predictions: `bench` measures what an engine reaches.
 """
 
-from minifloat.deploy.estimate.estimator import PlanOptions, plan_model
+from minifloat.deploy.estimate.estimator import plan_model
 from minifloat.deploy.estimate.hardware import PLANNED_HARDWARE, Hardware, get_hardware
 from minifloat.deploy.estimate.model_plan import ModelPlan, SchemeEstimate
+from minifloat.deploy.options import PlanOptions
 
 __all__ = ["PLANNED_HARDWARE", "Hardware", "ModelPlan", "PlanOptions", "SchemeEstimate", "get_hardware", "plan_model"]

@@ -17,6 +17,7 @@ from minifloat.deploy.estimate.model_source import ModelSource, open_source
 from minifloat.deploy.estimate.roofline import Bound, arithmetic, bound, decode_cost, prefill_cost
 from minifloat.deploy.estimate.shape import ModelShape, model_shape
 from minifloat.deploy.estimate.weights import Weights, check_parallel, count, weigh
+from minifloat.deploy.options import PlanOptions
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.layouts import choose_writer, compressed_tensors
 from minifloat.model.plan.overrides import KEEP
@@ -33,43 +34,12 @@ _CONTEXT = 4096
 _GIGA, _TERA = 10**9, 10**12
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The load and the limits that `plan_model` estimates for.
-
-    Attributes:
-        gpus: Number of devices that share the model by tensor parallelism.
-        context: Tokens of every sequence; by default 4096, or the model's positions if they are fewer.
-        batch: Number of sequences that run together.
-        kv_cache_dtype: Format of the KV cache: ``"bfloat16"`` or ``"fp8"``.
-        keep_free: Share of memory for everything that is not counted.
-        bandwidth: GB/s of a named device, in place of its data sheet's or the measured one.
-        peak: Dense BF16 TFLOP/s of a named device, in place of its data sheet's or the measured one.
-    """
-
-    gpus: int = 1
-    context: int | None = None
-    batch: int = 1
-    kv_cache_dtype: str = "bfloat16"
-    keep_free: float = 0.1
-    bandwidth: float | None = None
-    peak: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse values that are wrong for every model."""
-        if self.kv_cache_dtype not in KV_ELEMENTS:
-            raise UsageError(f"kv_cache_dtype: expected one of {', '.join(KV_ELEMENTS)}, got {self.kv_cache_dtype!r}")
-        if not 0 <= self.keep_free < 1:
-            raise UsageError(f"keep_free: expected a share of the memory from 0 to 1, got {self.keep_free}")
-        if self.batch < 1:
-            raise UsageError(f"batch: expected at least 1, got {self.batch}")
-
-    def device(self, hardware: str | Hardware) -> Hardware:
-        """Return the device of a name, with the speeds of these options."""
-        if isinstance(hardware, Hardware):
-            return hardware
-        bandwidth = None if self.bandwidth is None else self.bandwidth * _GIGA
-        return get_hardware(hardware, bandwidth=bandwidth, peak=None if self.peak is None else self.peak * _TERA)
+def _device(hardware: str | Hardware, options: PlanOptions) -> Hardware:
+    """Return the device of a name, with the speeds of the options."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    bandwidth = None if options.bandwidth is None else options.bandwidth * _GIGA
+    return get_hardware(hardware, bandwidth=bandwidth, peak=None if options.peak is None else options.peak * _TERA)
 
 
 @dataclass(frozen=True)
@@ -100,7 +70,7 @@ def plan_model(
     model: str | os.PathLike[str],
     scheme: str = ALL,
     hardware: str | Hardware = CPU,
-    options: PlanOptions = PlanOptions(),
+    options: PlanOptions | None = None,
     *,
     revision: str | None = None,
 ) -> ModelPlan:
@@ -122,7 +92,8 @@ def plan_model(
         TensorError: `scheme` names a scheme that cannot quantize a tensor.
     """
     schemes = list(SCHEMES.values()) if scheme == ALL else [] if scheme == KEEP else [get_scheme(scheme)]
-    device = options.device(hardware)
+    options = options or PlanOptions()
+    device = _device(hardware, options)
     source = open_source(model, revision=revision)
     shape = model_shape(source.config, source.path)
     check_parallel(shape, options.gpus)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
-from minifloat.numerics.ranges import AtLeastTwo, Count, require_in_range
+from minifloat.numerics.ranges import AtLeastTwo, Count, check_fields
 
 if TYPE_CHECKING:
     from minifloat.engine import Engine, StepStats, Timings, TokenUsage
@@ -38,7 +38,7 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_in_range(self)
+        check_fields(self)
         sizes = self.batch_sizes
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
             raise UsageError(f"batch_sizes: expected different numbers of at least 1, got {sizes}")

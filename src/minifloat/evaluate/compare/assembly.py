@@ -17,10 +17,11 @@ from minifloat.errors import UsageError
 from minifloat.evaluate.compare.corpus import DEFAULT_WINDOW
 from minifloat.evaluate.compare.metrics import concatenate
 from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
 from minifloat.evaluate.compare.scoring_pass import ScoringPass
 from minifloat.evaluate.compare.summary import summarize
-from minifloat.evaluate.compare.verdict import LEAST_KL, MEAN_KL, Tolerance, judge
+from minifloat.evaluate.compare.verdict import LEAST_KL, MEAN_KL, judge
 from minifloat.evaluate.compare.worst import to_worst_token
 from minifloat.kernels import native, processors
 from minifloat.numerics.formats import E4M3

@@ -22,10 +22,11 @@ from minifloat.evaluate.compare.attribution import attribute
 from minifloat.evaluate.compare.corpus import Corpus
 from minifloat.evaluate.compare.generation import Continuations, generate_greedy, greedy_divergence
 from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import CandidateResult
 from minifloat.evaluate.compare.scoring_pass import ModelsPass
 from minifloat.evaluate.compare.tasks import Tasks
-from minifloat.evaluate.compare.verdict import Tolerance, Verdict
+from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.runtime.tokenizer import end_tokens
 
 #: Tokens of a prompt, taken from the start of a window.

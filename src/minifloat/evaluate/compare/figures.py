@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from minifloat.evaluate.compare.attribution import Attribution, ModuleDamage
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import Estimate
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import CandidateResult
 from minifloat.evaluate.compare.tasks import TaskDifference
-from minifloat.evaluate.compare.verdict import Tolerance
 from minifloat.evaluate.compare.words import increase, position_label, shown, task_difference
 from minifloat.report.document import Axis, Bar, Bars, Dot, Dots, Figure, Lines, Mark, Point, Scatter, Series
 from minifloat.report.text import COLORS, name_in_layer, number, percent, short, short_names, split_layer

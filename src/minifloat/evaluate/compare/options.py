@@ -1,18 +1,40 @@
-"""The options of `compare_models` and `compare_served`."""
+"""The options of `compare_models` and `compare_served`. Imports nothing heavy, so that commands can list them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
-from minifloat.engine.options import DTYPES
-from minifloat.errors import UnknownNameError, UsageError
-from minifloat.evaluate.compare.verdict import Tolerance
-from minifloat.model.runtime.inputs import ACTIVATIONS
-from minifloat.model.runtime.lm_head import LM_HEADS
+from minifloat.engine.options import Dtype
+from minifloat.numerics.ranges import AtLeastTwo, Count, Fraction, Natural, NonNegative, check_fields
 
-KV_CACHES = ("auto", "none", "fp8")
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The bounds that a candidate has to keep.
+
+    Attributes:
+        max_ppl_increase: Largest relative increase of perplexity, per text.
+        max_kl: Largest mean KL divergence in nats per token.
+        min_same_top1: Smallest same top-1, the share of tokens at which both have the same most probable token. The
+            default lies between the schemes of 8 bits, which kept 93.7% or more, and those of 4 bits, which kept 90.6%
+            or less (two models, four texts: docs/results.md).
+        margin: How far beyond its bound an interval that contains the bound may end, as a share of the loss that the
+            bound allows: with 10% a perplexity increase of 1% may end at 1.1%, and a same top-1 of 92%, which allows a
+            loss of 8%, at 91.2%.
+
+    Raises:
+        UsageError: If a bound is below 0 or NaN, or if the fraction or the margin is above 1.
+    """
+
+    max_ppl_increase: NonNegative = 0.01
+    max_kl: NonNegative = 0.02
+    min_same_top1: Fraction = 0.92
+    margin: Fraction = 0.1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,28 +42,27 @@ class ScoringOptions:
     """The options of every comparison.
 
     Attributes:
-        window: Tokens per window, up to the context of the models; None: 256. Above 512, KL is shown by position.
-        max_tokens: Number of tokens to use from the start of each text; None: all.
+        window: Tokens per window, up to the context of the models; above 512, KL is shown by position; None: 256.
+        max_tokens: Tokens to use from the start of each text; None: all.
         tolerance: The bounds of the verdict.
-        dtype: Dtype of the activations of all models, a name in `DTYPES`; None: that of each config.json.
-        device: Device of the models, as in `Engine`.
-        impl: Implementation of the kernels, as in `load`.
+        dtype: Dtype of the activations of all models; None: that of each config.json.
+        device: Where to compute: cpu, cuda or cuda:N.
+        impl: Implementation of the kernels, as in `minifloat.load`.
         revision: Branch, tag or commit of a baseline of the hub.
         command: The command line, for the report.
     """
 
-    window: int | None = None
-    max_tokens: int | None = None
+    window: AtLeastTwo | None = None
+    max_tokens: AtLeastTwo | None = None
     tolerance: Tolerance = field(default_factory=Tolerance)
-    dtype: str | None = None
+    dtype: Dtype | None = None
     device: str = "cpu"
     impl: str = "auto"
     revision: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UnknownNameError("dtype", self.dtype, DTYPES)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +70,7 @@ class ServedOptions(ScoringOptions):
     """The options of `compare_served`, besides those of `ScoringOptions`.
 
     Attributes:
-        model: Name of the model on the server; None: the first that it lists.
+        model: Name of the model on the server; None: the server's first.
         api_key: The server's key.
     """
 
@@ -62,38 +83,30 @@ class CompareOptions(ScoringOptions):
     """The options of `compare_models`, besides those of `ScoringOptions`.
 
     Attributes:
-        weight_only: Do not quantize inputs, whatever a checkpoint declares.
-        kv_cache: KV cache of the candidates: "auto" is FP8 where the checkpoint declares it, "none" rounds no keys and
-            values, "fp8" rounds them.
-        variants: Run a candidate that declares quantized inputs or an FP8 KV cache without these too.
-        lm_head: Output layer of the candidates, as in `Engine`.
-        activations: Inputs of the candidates' quantized weights: "int8" allows the CPU's kernels to round them.
-        prompts: Number of prompts to continue greedily; 0: none.
+        prompts: Prompts to continue greedily; 0: none.
         new_tokens: Tokens per continuation.
+        attribute: Seconds of the search for the modules that do the damage; 0: no search.
         tasks: Names of tasks of lm-evaluation-harness to run.
         task_path: A folder of task files.
-        task_limit: Number of items of each task to use; None: all.
-        attribute: Seconds of the search for the modules that do the damage; 0: no search.
+        task_limit: Items of each task; None: all.
+        variants: Whether to run a candidate that declares quantized inputs or an FP8 KV cache without these too.
+        weight_only: Whether to leave inputs unquantized, whatever a checkpoint declares.
+        kv_cache: KV cache of the candidates. auto: FP8 where the checkpoint declares it; none: keys and values are not
+            rounded; fp8: they are.
+        lm_head: Output layer of the candidates, as `serve` has it.
+        activations: Inputs of the candidates' quantized weights. int8: the CPU's kernels may round them.
         resume: Folder that keeps the scores, so that the same call continues after an interruption.
     """
 
-    weight_only: bool = False
-    kv_cache: str = "auto"
+    prompts: Natural = 32
+    new_tokens: Count = 64
+    attribute: NonNegative = 0.0
+    tasks: tuple[str, ...] = ()
+    task_path: Path | None = None
+    task_limit: Count | None = None
     variants: bool = False
-    lm_head: str = "auto"
-    activations: str = "bf16"
-    prompts: int = 32
-    new_tokens: int = 64
-    tasks: Sequence[str] = ()
-    task_path: str | os.PathLike[str] | None = None
-    task_limit: int | None = None
-    attribute: float = 0.0
-    resume: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, table in (("kv_cache", KV_CACHES), ("lm_head", LM_HEADS), ("activations", ACTIVATIONS)):
-            if getattr(self, name) not in table:
-                raise UnknownNameError(name, getattr(self, name), table)
-        if self.prompts < 0 or self.new_tokens < 1:
-            raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
+    weight_only: bool = False
+    kv_cache: Literal["auto", "none", "fp8"] = "auto"
+    lm_head: Literal["auto", "bf16", "fp8"] = "auto"
+    activations: Literal["bf16", "int8"] = "bf16"
+    resume: Path | None = None

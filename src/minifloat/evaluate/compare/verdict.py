@@ -18,8 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minifloat.errors import UsageError
 from minifloat.evaluate.compare.intervals import Estimate, units_to_decide
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.summary import Summary
 
 #: The share of tokens at which both models have the same most probable token.
@@ -40,36 +40,6 @@ class Outcome(enum.Enum):
     def exit_code(self) -> int:
         """Exit status: 0, 1 or 3. Status 2 is a usage error."""
         return {Outcome.PASSED: 0, Outcome.FAILED: 1, Outcome.UNDECIDED: 3}[self]
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The bounds that a candidate has to keep.
-
-    Attributes:
-        max_ppl_increase: Largest relative increase of perplexity; 0.01 is 1%.
-        max_kl: Largest mean KL divergence in nats per token.
-        min_same_top1: Smallest fraction of tokens at which both models have the same most probable token. The default
-            lies between the schemes of 8 bits, which kept 93.7% or more, and those of 4 bits, which kept 90.6% or less
-            (two models, four texts: docs/results.md, "What each scheme costs").
-        margin: How far beyond its bound an interval that contains the bound may end, as a share of the loss that the
-            bound allows: with 0.1 a perplexity increase of 1% may end at 1.1%, and a same top-1 of 92%, which allows
-            a loss of 8%, at 91.2%. 0: nowhere beyond.
-
-    Raises:
-        UsageError: If a bound is below 0 or NaN, or if the fraction or the margin is above 1.
-    """
-
-    max_ppl_increase: float = 0.01
-    max_kl: float = 0.02
-    min_same_top1: float = 0.92
-    margin: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not (self.max_ppl_increase >= 0 and self.max_kl >= 0 and 0 <= self.min_same_top1 <= 1):
-            raise UsageError(f"a tolerance is at least 0, and a share of tokens at most 100%; got {self}")
-        if not 0 <= self.margin <= 1:
-            raise UsageError(f"a margin is a share of the allowed loss, from 0 to 100%; got {self.margin:g}")
 
 
 @dataclass(frozen=True)

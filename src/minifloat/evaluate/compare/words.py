@@ -10,11 +10,12 @@ from typing import Any
 from minifloat.evaluate.compare.attribution import Attribution, Suggestion
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.positions import LateChange, PositionRange
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
 from minifloat.evaluate.compare.summary import Summary
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
-from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Tolerance, Verdict
+from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Verdict
 from minifloat.report.document import Pair
 from minifloat.report.text import NO_INTERVAL, brief, change, interval, number, percent, short, short_names, size_text
 

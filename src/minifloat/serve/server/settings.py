@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minifloat.errors import StorageError, UsageError
-from minifloat.numerics.ranges import Bytes, Count, Natural, NonNegative, Port, Positive, require_in_range
+from minifloat.numerics.ranges import Bytes, Count, Natural, NonNegative, Port, Positive, check_fields
 
 _MIB = 1 << 20
 #: Characters per token of the context that a prompt may have. Text has about four; long runs of blanks have more.
@@ -69,7 +69,7 @@ class ServerSettings:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        require_in_range(self)
+        check_fields(self)
 
     @property
     def on_loopback(self) -> bool:

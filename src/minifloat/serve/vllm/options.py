@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minifloat.errors import UsageError
-from minifloat.numerics.ranges import Count, require_in_range
+from minifloat.numerics.ranges import Count, check_fields
 
 #: Parameters of `minifloat serve` that vLLM has too -> vLLM's name.
 TRANSLATED = {
@@ -64,7 +64,7 @@ class VllmOptions:
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require_in_range(self)
+        check_fields(self)
         if self.port == 0:
             raise UsageError("--port 0: vLLM's port must be known before it starts; name a free one")
         if self.vllm_bin is not None and self.vllm_python is not None:

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.attribution import Attribution, attribute
 from minifloat.evaluate.compare.models import Predictor
-from minifloat.evaluate.compare.verdict import Tolerance
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions

@@ -20,7 +20,7 @@ from minifloat.evaluate.compare.attribution.differences import Difference, Locat
 from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
 from minifloat.evaluate.compare.models import Predictor
-from minifloat.evaluate.compare.verdict import Tolerance
+from minifloat.evaluate.compare.options import Tolerance
 from minifloat.model.architecture.groups import expert_group, fused_group
 from minifloat.model.layouts import describe
 from minifloat.quantize.job import quantize_checkpoint

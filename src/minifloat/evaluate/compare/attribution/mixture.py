@@ -19,7 +19,7 @@ from torch import Tensor
 from minifloat.evaluate.compare.attribution.differences import Difference, exchanged, is_stored_quantized
 from minifloat.evaluate.compare.metrics import Distribution, kl_divergence
 from minifloat.evaluate.compare.models import Predictor
-from minifloat.evaluate.compare.verdict import Tolerance
+from minifloat.evaluate.compare.options import Tolerance
 
 #: Tokens in a batch of windows.
 _BATCH_TOKENS = 2048

@@ -16,7 +16,8 @@ from minifloat.evaluate.compare.attribution.differences import Difference, find_
 from minifloat.evaluate.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
 from minifloat.evaluate.compare.models import Predictor, match_experts_implementation
-from minifloat.evaluate.compare.verdict import Tolerance, Verdict
+from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import LoadedLmHead
 

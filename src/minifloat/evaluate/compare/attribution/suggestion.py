@@ -22,7 +22,8 @@ from minifloat.evaluate.compare.attribution.budget import TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference
 from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
 from minifloat.evaluate.compare.models import Predictor
-from minifloat.evaluate.compare.verdict import Tolerance, Verdict
+from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.groups import serving_group
