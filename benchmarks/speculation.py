@@ -20,10 +20,9 @@ from unittest.mock import patch
 import click
 from torch import Tensor
 
-from minifloat.engine import Engine, EngineOptions, SamplingParams, computing
-from minifloat.engine.sampling import SamplingState, TokenChoice
+from minifloat.engine import Engine, EngineOptions, SamplingParams, steps
+from minifloat.engine.sampling import Choices, SamplingState, TokenChoice, verify
 from minifloat.engine.speculation import SpeculationStats
-from minifloat.engine.speculation.verify import Choices, verify
 
 PROMPT_CHARACTERS = 120
 PROMPT_TOKENS = 64
@@ -61,7 +60,7 @@ def accepting(probability: float, seed: int) -> Any:
             chosen.append(taken)
         return chosen
 
-    return patch.object(computing, "verify", verify_by_chance)
+    return patch.object(steps, "verify", verify_by_chance)
 
 
 def counts(engine: Engine) -> SpeculationStats:
@@ -113,7 +112,7 @@ def main(
         engine = Engine(model, EngineOptions(**limits, **kind, draft_tokens=number or 7))
         assert engine.speculator is not None
         engine.speculator._fixed = number > 0
-        chance = accepting(acceptance, 0) if acceptance is not None else patch.object(computing, "verify", verify)
+        chance = accepting(acceptance, 0) if acceptance is not None else patch.object(steps, "verify", verify)
         ours, theirs = [], []
         with chance:
             per_token(engine, prompts[:1], params)  # touches all memory
@@ -124,13 +123,13 @@ def main(
             after = counts(engine)
         gains = [b / a for a, b in zip(ours, theirs, strict=True)]
         proposed = after.draft_tokens - before.draft_tokens
-        steps = after.drafts - before.drafts
+        count = after.drafts - before.drafts
         taken = after.accepted_tokens - before.accepted_tokens
-        rate = (engine.speculator.drafter.weight_bytes / plain.info.step_bytes) * proposed / steps
+        rate = (engine.speculator.drafter.weight_bytes / plain.info.step_bytes) * proposed / count
         print(f"{number or 'auto':>6} {1e3 * statistics.median(ours):9.2f} {1e3 * statistics.median(theirs):8.2f} "
               f"{statistics.median(gains):5.2f}x {(max(gains) - min(gains)) / statistics.median(gains):7.1%} "
-              f"{taken / proposed:9.1%} {1 + taken / steps:11.2f} "
-              f"{1e3 * (after.seconds - before.seconds) / proposed:9.2f} {(1 + taken / steps) / (1 + rate):8.2f}x",
+              f"{taken / proposed:9.1%} {1 + taken / count:11.2f} "
+              f"{1e3 * (after.seconds - before.seconds) / proposed:9.2f} {(1 + taken / count) / (1 + rate):8.2f}x",
               flush=True)  # fmt: skip
         del engine
 

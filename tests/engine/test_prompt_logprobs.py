@@ -24,7 +24,7 @@ from minifloat.engine import (
     TokenUsage,
 )
 from minifloat.engine.sampling import NonFiniteLogits
-from minifloat.engine.scoring import score
+from minifloat.engine.steps import score
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.model.runtime.load import LoadOptions, load
 

@@ -12,7 +12,7 @@ from native_cases import VOCAB, config_of, greedy, model_of, write
 
 from minifloat.engine import Engine, EngineOptions, GeneratedText, Request, SamplingParams
 from minifloat.engine.blueprint import blueprint_of
-from minifloat.engine.snapshots import StateSnapshots
+from minifloat.engine.cache import StateSnapshots
 from minifloat.errors import ConfigError, UsageError
 from minifloat.kernels.decoder import SequenceStates, cpu, reference
 from minifloat.model.architecture.decoder import NotNative

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.engine.detokenize import Detokenizer
-from minifloat.engine.text import StopStrings, TextStream
+from minifloat.engine.text import Detokenizer, StopStrings, TextStream
 from minifloat.model.runtime.tokenizer import load_tokenizer
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from minifloat.commands.main import main
 from minifloat.engine import Engine, EngineOptions, SamplingParams
-from minifloat.engine.detokenize import Detokenizer
+from minifloat.engine.text import Detokenizer
 from minifloat.errors import CheckpointError, UsageError
 from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tokenizer import load_tokenizer

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from minifloat.engine.async_engine import RequestStream as RequestStream
     from minifloat.engine.engine import Engine as Engine
     from minifloat.engine.grammar import Grammar as Grammar
-    from minifloat.engine.info import ModelInfo as ModelInfo
-    from minifloat.engine.listener import EngineListener as EngineListener
-    from minifloat.engine.listener import StepStats as StepStats
     from minifloat.engine.options import EngineOptions as EngineOptions
+    from minifloat.engine.reports import EngineListener as EngineListener
+    from minifloat.engine.reports import ModelInfo as ModelInfo
+    from minifloat.engine.reports import StepStats as StepStats
     from minifloat.engine.sampling import MODEL_DEFAULTS as MODEL_DEFAULTS
     from minifloat.engine.sampling import SamplingParams as SamplingParams
     from minifloat.engine.sampling import TokenLogprob as TokenLogprob
@@ -31,9 +31,8 @@ _MODULES = {
     "async_engine": ("AsyncEngine", "RequestStream"),
     "engine": ("Engine",),
     "grammar": ("Grammar",),
-    "info": ("ModelInfo",),
-    "listener": ("EngineListener", "StepStats"),
     "options": ("EngineOptions",),
+    "reports": ("EngineListener", "ModelInfo", "StepStats"),
     "sampling": ("MODEL_DEFAULTS", "SamplingParams", "TokenLogprob"),
     "sequence": ("Delivery", "GeneratedText", "Request", "Timings", "TokenUsage"),
 }

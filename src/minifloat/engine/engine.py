@@ -22,14 +22,12 @@ from torch import Tensor
 
 from minifloat.checkpoint.hub import model_folder
 from minifloat.engine.cache import BlockPool, blocks_for
-from minifloat.engine.computing import Step, launch, launch_next
-from minifloat.engine.detokenize import TokenDecoder
-from minifloat.engine.device.runner import DeviceRunner
 from minifloat.engine.grammar import Grammar, Grammars, GrammarState
-from minifloat.engine.listener import EngineListener, Reporter
 from minifloat.engine.opening import open_model, read_decoder, sampling_defaults
 from minifloat.engine.options import EngineOptions
+from minifloat.engine.reports import EngineListener, Reporter
 from minifloat.engine.sampling import (
+    Choices,
     Logits,
     NonFiniteLogits,
     Postponed,
@@ -44,9 +42,8 @@ from minifloat.engine.sequence import Delivery, GeneratedText, Request, Sequence
 from minifloat.engine.sizing import tokens_of_a_step
 from minifloat.engine.speculation import Speculator
 from minifloat.engine.speculation.opening import open_drafter
-from minifloat.engine.speculation.verify import Choices
-from minifloat.engine.text import TextStream
-from minifloat.engine.token_texts import TokenTexts
+from minifloat.engine.steps import Step, launch, launch_next
+from minifloat.engine.text import TextStream, TokenDecoder, TokenTexts
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.model.runtime.devices import current, device_named, returned_when_freed
 from minifloat.model.runtime.tokenizer import end_tokens, serving_tokenizer
@@ -296,7 +293,7 @@ class Engine:
             step, self._next = self._next, None
             if step is None or step.is_stale:
                 step = self._launch(self._scheduler.schedule())
-            if isinstance(self._runner, DeviceRunner):
+            if self._runner.on_device:
                 self._next = launch_next(self._runner, step, self._scheduler.next_step)
             choices, now = step.wait(), time.monotonic()
             items = [item for item in step.items if item.sequence.state is State.RUNNING]

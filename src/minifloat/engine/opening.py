@@ -22,9 +22,9 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_name
 from minifloat.engine.blueprint import Blueprint, blueprint_of, why_not_supported
 from minifloat.engine.device import DeviceRunner, build_device_decoder, fp8_inputs
-from minifloat.engine.info import ModelInfo
 from minifloat.engine.native import NativeRunner, build_native_decoder
 from minifloat.engine.options import EngineOptions
+from minifloat.engine.reports import ModelInfo
 from minifloat.engine.runner import Runner
 from minifloat.engine.sampling import MODEL_DEFAULTS
 from minifloat.engine.sizing import CacheSize, cache_size, sequence_length

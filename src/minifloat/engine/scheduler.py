@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
-from minifloat.engine.cache import BlockPool, blocks_for
+from minifloat.engine.cache import BlockPool, StateSnapshots, blocks_for
 from minifloat.engine.sequence import Sequence, State
-from minifloat.engine.snapshots import StateSnapshots
 from minifloat.kernels.decoder import BLOCK_TOKENS
 
 #: Tokens of prompts for which one step computes logits: 128 MiB with a vocabulary of 128 Ki.

@@ -1,14 +1,114 @@
-"""Turns tokens into text one by one, and finds stop strings."""
+"""Turns tokens into text one by one without cutting a character in two, and finds stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from minifloat.engine.detokenize import Detokenizer, TokenDecoder
+from minifloat.engine.sampling import TokenChoice, TokenLogprob
+from minifloat.model.runtime.file_tokenizer import FileTokenizer
+from minifloat.model.runtime.tokenizer import token_bytes
 
 if TYPE_CHECKING:
     from minifloat.model.runtime.tokenizer import TextTokenizer
+
+#: Tokens that one character may be spread over: one for each byte.
+_LONGEST_CHARACTER = 4
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenDecoder:
+    """Decodes tokens with one tokenizer, for any number of texts. The text of a single token is decoded once."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._single: dict[int, str | None] = {}
+        #: Text of several tokens, without special tokens.
+        self.text = _decoder_of(tokenizer)
+
+    def single(self, token: int) -> str | None:
+        """Return the text of a token alone; None if it has none.
+
+        Special tokens and those that pad the vocabulary have no text, and may stand inside a character.
+        """
+        try:
+            return self._single[token]
+        except KeyError:
+            is_empty = token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
+            text = self._single[token] = None if is_empty else self.text([token])
+            return text
+
+
+def _decoder_of(tokenizer: TextTokenizer) -> Callable[[list[int]], str]:
+    """Return the function that decodes tokens without special tokens and without cleaning spaces up."""
+    if isinstance(tokenizer, FileTokenizer):
+        decode = tokenizer.backend.decode
+        return lambda ids: str(decode(ids, skip_special_tokens=True))
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    ):
+        fast = tokenizer.backend_tokenizer.decode  # transformers adds checks of its arguments, which take longer
+        return lambda ids: str(fast(ids, skip_special_tokens=True))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class Detokenizer:
+    """Turns tokens into text one by one.
+
+    The text of a token is the text with the token minus the text without it, both decoded from a few tokens back,
+    because the first token of a text may be decoded differently (a leading space). Text that ends inside a character is
+    held back.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int]) -> None:
+        self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)
+        self._decode = self._decoder.text
+        # Only the tokens that `_pending` may decode again are kept: a text may be long.
+        self._ids = list(prompt[-_LONGEST_CHARACTER:])
+        self._num_emitted = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the text that is now certain; it may be empty."""
+        if self._decoder.single(token) is None:
+            return ""
+        self._ids.append(token)
+        piece = self._pending()
+        kept = self._incomplete(piece) if piece.endswith(_INCOMPLETE) else 0
+        if kept == len(self._ids) - self._num_emitted:
+            return ""
+        if kept:
+            piece = piece.removesuffix(_INCOMPLETE)
+        emitted = len(self._ids) - kept
+        start = max(self._num_emitted - kept, 0)
+        self._ids, self._num_emitted = self._ids[start:], emitted - start
+        return piece
+
+    def rest(self) -> str:
+        """Return the text that is held back at the end."""
+        return self._pending()
+
+    def _incomplete(self, piece: str) -> int:
+        """Return how many of the last tokens may begin a character, which is U+FFFD at the end of `piece`."""
+        pending = self._ids[self._num_emitted :]
+        if len(pending) < _LONGEST_CHARACTER:
+            return len(pending)
+        for count in range(_LONGEST_CHARACTER - 1, 0, -1):
+            if self._decode(pending[:-count]) + _INCOMPLETE == piece and self._decode(pending[-count:]) == _INCOMPLETE:
+                return count
+        return 0
+
+    def _pending(self) -> str:
+        ids, emitted = self._ids, self._num_emitted
+        before = self._decoder.single(ids[0]) if emitted == 1 else None
+        if before is None:  # several tokens, or one that has no text of its own
+            before = self._decode(ids[:emitted])
+        return self._decode(ids)[len(before) :]
 
 
 class StopStrings:
@@ -71,3 +171,23 @@ class TextStream:
     def _stop_at(self, piece: str) -> tuple[str, str | None]:
         text, stop = self._stops.add(piece)
         return text + stop if stop is not None and self._include_stop else text, stop
+
+
+class TokenTexts:
+    """Adds text and bytes to tokens; each token is decoded once, because the tokenizer is slow for a prompt's many."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, tuple[str, bytes]] = {}
+
+    def logprob(self, choice: TokenChoice) -> TokenLogprob:
+        """Return a choice whose log-probability was asked for, with the texts of all its tokens."""
+        assert choice.logprob is not None
+        alternatives = tuple(TokenLogprob(token, *self._text(token), value) for token, value in choice.top)
+        return TokenLogprob(choice.token, *self._text(choice.token), choice.logprob, alternatives)
+
+    def _text(self, token: int) -> tuple[str, bytes]:
+        if token not in self._texts:
+            text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            self._texts[token] = text, token_bytes(self._tokenizer, token, text)
+        return self._texts[token]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from minifloat.engine.runner import Runner
 from minifloat.engine.scheduler import WorkItem
 from minifloat.engine.sequence import Sequence
-from minifloat.engine.snapshots import StateSnapshots
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.model.runtime.linear import QuantizedWeight
 
@@ -41,8 +41,8 @@ class _SequenceCache:
         return cls(found, tokens if found else 0)
 
 
-class TransformersRunner:
-    """Runs a transformers model; a `minifloat.engine.runner.Runner`."""
+class TransformersRunner(Runner):
+    """Runs a transformers model."""
 
     name = "transformers"
 
@@ -55,10 +55,8 @@ class TransformersRunner:
         self.weight_bytes = weight_bytes
         self.kv_element = str(model.dtype).removeprefix("torch.")
         self.kv_bytes = blocks * self.bytes_per_block(model)
-        self.state_bytes = 0
         copies = [module.prefill for module in model.modules() if isinstance(module, QuantizedWeight)]
         self.prefill_bytes = sum(copy.nbytes for copy in copies if copy is not None)
-        self.snapshots: StateSnapshots | None = None
         self.reason_no_prefixes = "transformers' code keeps a cache of its own for each sequence"
         self.vocab = int(model.config.get_text_config().vocab_size)
 
@@ -95,10 +93,6 @@ class TransformersRunner:
         self._caches[name] = _SequenceCache.of(output, work.end)
         logits: Tensor = output.logits[0]
         return logits[len(logits) - work.logits :].float().cpu()
-
-    def part_seconds(self) -> dict[str, float]:
-        """Return nothing: parts of steps are not measured."""
-        return {}
 
     def release(self, sequence: Sequence) -> None:
         """Forget the cache of a sequence."""

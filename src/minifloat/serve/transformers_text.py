@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from minifloat.engine.detokenize import Detokenizer
 from minifloat.engine.sampling import SamplingParams, SamplingState, sample
+from minifloat.engine.text import Detokenizer
 from minifloat.errors import UsageError
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.runtime.tokenizer import end_tokens, load_tokenizer

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice, race
-from minifloat.engine.speculation.draft_length import DraftLength
-from minifloat.engine.speculation.prompt_lookup import PromptLookup
-from minifloat.engine.speculation.stats import SpeculationStats
-from minifloat.engine.speculation.verify import verify
+from minifloat.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice, race, verify
+from minifloat.engine.speculation import SpeculationStats
+from minifloat.engine.speculation.drafters import PromptLookup
+from minifloat.engine.speculation.speculator import DraftLength
 
 VOCAB = 40
 DRAWS = 20_000

@@ -16,17 +16,17 @@ from minifloat.engine.device.decoder import DeviceDecoder, Inputs, Piece, step
 from minifloat.engine.device.graphs import DecodeGraphs
 from minifloat.engine.device.tables import COLUMNS, BlockTables
 from minifloat.engine.device.transfer import send
+from minifloat.engine.runner import Runner
 from minifloat.engine.scheduler import WorkItem
 from minifloat.engine.sequence import Sequence
-from minifloat.engine.snapshots import StateSnapshots
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.paged import PagedCache
 
 
-class DeviceRunner:
-    """Runs the decoder of a device; a `minifloat.engine.runner.Runner`."""
+class DeviceRunner(Runner):
+    """Runs the decoder of a device."""
 
-    name = "device"
+    name, on_device = "device", True
 
     @torch.no_grad()
     def __init__(
@@ -47,8 +47,6 @@ class DeviceRunner:
         self._cache = PagedCache(*sizes, blocks, element, self._device, max_num_seqs, scales)
         self._graphs = DecodeGraphs(decoder, self._cache, max_num_seqs, blocks_for(max_model_len))
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
-        self.state_bytes, self.reason_no_prefixes = 0, ""
-        self.snapshots: StateSnapshots | None = None
 
     @torch.no_grad()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
@@ -66,10 +64,6 @@ class DeviceRunner:
         rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
         self._tables.fill(rows, works)
         return self._graphs.run(rows, tokens)[: len(works)]
-
-    def part_seconds(self) -> dict[str, float]:
-        """Return nothing: parts of steps are not measured."""
-        return {}
 
     def release(self, sequence: Sequence) -> None:
         """Forget the block table of a sequence, whose blocks may be given to another."""

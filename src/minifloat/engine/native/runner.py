@@ -7,11 +7,9 @@ from collections.abc import Sequence as Sequences
 import torch
 from torch import Tensor
 
-from minifloat.engine.cache import blocks_for
+from minifloat.engine.cache import StateSnapshots, blocks_for
+from minifloat.engine.runner import Runner
 from minifloat.engine.scheduler import WorkItem
-from minifloat.engine.sequence import Sequence
-from minifloat.engine.snapshots import StateSnapshots
-from minifloat.engine.speculation.draft_item import DraftItem
 from minifloat.kernels.decoder import PARTS, Decoder, Experts, KVCache, SequenceStates, StepBatch, step
 
 _NO_PREFIXES = (
@@ -19,8 +17,8 @@ _NO_PREFIXES = (
 )
 
 
-class NativeRunner:
-    """Runs the decoder of the CPU; a `minifloat.engine.runner.Runner`.
+class NativeRunner(Runner):
+    """Runs the decoder of the CPU.
 
     Attributes:
         states: The states of sequences; None: the decoder has none.
@@ -46,11 +44,9 @@ class NativeRunner:
         self.cache = cache
         self.weight_bytes = round(_bytes_per_token(decoder))
         self.states = SequenceStates(decoder.state_floats, slots + snapshots) if decoder.state_floats else None
-        self.snapshots: StateSnapshots | None = None
         if self.states is not None and snapshots:
             self.snapshots = StateSnapshots(self.states, range(slots, slots + snapshots))
         self.state_bytes = 0 if self.states is None else self.states.nbytes
-        self.prefill_bytes = 0
         self.reason_no_prefixes = "" if self.states is None or snapshots else _NO_PREFIXES
         self.kv_element, self.kv_bytes = element, cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
@@ -61,20 +57,16 @@ class NativeRunner:
         cache = self.cache if shares_cache else None
         return NativeRunner(decoder, self.cache.blocks, self.kv_element, self._impl, cache=cache)
 
-    def run(self, works: Sequences[WorkItem | DraftItem]) -> Tensor:
+    def run(self, works: Sequences[WorkItem]) -> Tensor:
         """Compute tokens, as `Runner.run`."""
         batch = batch_of(works)
         return step(self.decoder, self.cache, batch, self._impl, self.states, nanoseconds=self._nanoseconds)
 
     def part_seconds(self) -> dict[str, float]:
-        """Return the seconds of all steps so far, by part, as `Runner.part_seconds`."""
         return {name: value / 1e9 for name, value in zip(PARTS, self._nanoseconds.tolist(), strict=True)}
 
-    def release(self, sequence: Sequence) -> None:
-        """Do nothing: a sequence has no state but in its blocks and its slot, which the scheduler owns."""
 
-
-def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
+def batch_of(works: Sequences[WorkItem]) -> StepBatch:
     """Return the decoder's inputs for some work."""
     tokens: list[int] = []
     positions: list[int] = []

@@ -18,12 +18,14 @@ drafter-invariant speculative decoding", 2024), and the result does not depend o
 from __future__ import annotations
 
 from minifloat.engine.sampling.choose import (
+    Choices,
     NonFiniteLogits,
     Postponed,
     TokenChoice,
     TokenLogprob,
     choose,
     sample,
+    verify,
 )
 from minifloat.engine.sampling.draw import Logits, draw, race
 from minifloat.engine.sampling.params import (
@@ -42,6 +44,7 @@ __all__ = [
     "MAX_STOPS",
     "MAX_STOP_LENGTH",
     "MODEL_DEFAULTS",
+    "Choices",
     "Logits",
     "NonFiniteLogits",
     "Postponed",
@@ -54,4 +57,5 @@ __all__ = [
     "draw",
     "race",
     "sample",
+    "verify",
 ]

@@ -34,6 +34,10 @@ class TokenChoice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+#: The next tokens of a sequence: one or more, of which only the last can be an error.
+Choices = list[TokenChoice | Exception]
+
+
 class NonFiniteLogits(Exception):
     """The logits of a sequence are NaN or Inf, those of the model or after the changes that the request asks for."""
 
@@ -84,3 +88,26 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> T
     logprobs = shifted - np.log(np.exp(shifted).sum())
     top = np.argsort(-logprobs, kind="stable")[: params.logprobs]
     return TokenChoice(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
+
+
+def verify(logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Sequence[int]]) -> list[Choices]:
+    """Choose the next tokens of each sequence: its drafts as long as the model chooses them too, and one more."""
+    await_grammars(states)
+    rows: Logits = logits.numpy()
+    best = rows.argmax(axis=-1).tolist()
+    first = 0
+    chosen: list[Choices] = []
+    for state, proposed in zip(states, drafts, strict=True):
+        choices: Choices = []
+        for ahead, draft in enumerate((*proposed, None)):
+            try:
+                choice = choose(rows[first + ahead], state, best[first + ahead], ahead)
+            except Exception as error:  # of this sequence; the others continue
+                choices.append(error)
+                break
+            choices.append(choice)
+            if choice.token != draft:
+                break
+        first += len(proposed) + 1
+        chosen.append(choices)
+    return chosen

@@ -7,7 +7,6 @@ ICML 2023). Drafts change how many tokens a step gives, never which: `verify` co
 the model chooses at that place, greedily or by a race (`minifloat.engine.sampling`).
 """
 
-from minifloat.engine.speculation.speculator import Drafter, Speculator
-from minifloat.engine.speculation.stats import SpeculationStats
+from minifloat.engine.speculation.speculator import Drafter, SpeculationStats, Speculator
 
 __all__ = ["Drafter", "SpeculationStats", "Speculator"]

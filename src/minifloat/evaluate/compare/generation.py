@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from minifloat.checkpoint.progress import Progress
-from minifloat.engine.detokenize import Detokenizer
+from minifloat.engine.text import Detokenizer
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.evaluate.compare.intervals import Estimate, fraction_interval, mean_interval
 from minifloat.evaluate.compare.kv_cache import CacheFactory, check_takes_cache

@@ -1,8 +1,9 @@
-"""Computes the work of steps; a sequence that fails does not end the others."""
+"""Steps: a runner computes the work, tokens are chosen, prompts are scored; a sequence that fails ends alone."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
@@ -11,19 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minifloat.engine.device.runner import DeviceRunner
 from minifloat.engine.device.transfer import send
 from minifloat.engine.runner import Runner
-from minifloat.engine.sampling import NonFiniteLogits, sample
+from minifloat.engine.sampling import Choices, NonFiniteLogits, TokenChoice, sample, verify
 from minifloat.engine.sampling.device import PendingChoices
 from minifloat.engine.sampling.device import sample as sample_on_device
 from minifloat.engine.scheduler import WorkItem
-from minifloat.engine.scoring import score
 from minifloat.engine.sequence import Sequence, State
-from minifloat.engine.speculation.verify import Choices, verify
-from minifloat.engine.token_texts import TokenTexts
+from minifloat.engine.text import TokenTexts
 
 _LOG = logging.getLogger(__name__)
+#: Rows of logits that are converted to float64 at a time, which takes twice their memory.
+_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Ste
     sequences = [item.sequence for item in sampling]
     states = [sequence.sampling for sequence in sequences]
     choices: list[Choices] | PendingChoices = []
-    if states and runner.name == "device":
+    if states and runner.on_device:
         choices = sample_on_device(logits, states)
     elif any(item.drafts for item in sampling):
         choices = verify(logits, states, [item.drafts for item in sampling])
@@ -67,7 +67,7 @@ def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Ste
 
 
 def launch_next(
-    runner: DeviceRunner, before: Step, schedule: Callable[[list[WorkItem]], list[WorkItem] | None]
+    runner: Runner, before: Step, schedule: Callable[[list[WorkItem]], list[WorkItem] | None]
 ) -> Step | None:
     """Compute the step after one whose tokens the device has not chosen yet, if the device needs no host for it."""
     choices = before.choices
@@ -135,3 +135,20 @@ def _score_prompts(
         sequence.prompt_logprobs += [texts.logprob(choice) for choice in scores]
         kept.append(rows[item.scored :])
     return torch.cat(kept) if kept else logits[:0], failures
+
+
+def score(logits: Tensor, tokens: Sequences[int], alternatives: int) -> list[TokenChoice]:
+    """Return the log-probability of each token at its position."""
+    count = min(max(alternatives, 1), logits.shape[1])
+    choices: list[TokenChoice] = []
+    for start in range(0, len(tokens), _ROWS):
+        rows = logits[start : start + _ROWS]
+        taken = torch.tensor(tokens[start : start + _ROWS], device=logits.device)
+        largest, ids = rows.topk(count)
+        logs = torch.cat([rows.gather(1, taken[:, None]), largest], dim=1).double()
+        logs -= rows.double().logsumexp(dim=1, keepdim=True)
+        for token, (own, *top), best in zip(taken.tolist(), logs.tolist(), ids.tolist(), strict=True):
+            if not math.isfinite(top[0]):
+                raise NonFiniteLogits("the model's logits for the prompt are not finite")
+            choices.append(TokenChoice(token, own, tuple(zip(best, top, strict=True))[:alternatives]))
+    return choices
