@@ -33,8 +33,8 @@ from minifloat.kernels import native
 from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache
 from minifloat.kernels.decoder_layout import AttentionLayout
 from minifloat.kernels.paged import PagedCache
-from minifloat.model.architecture.complete_config import read_config
 from minifloat.model.architecture.decoder import NotNative, why_not_on_device
+from minifloat.model.architecture.decoder_config import read_config
 from minifloat.model.architecture.multimodal import TEXT_ONLY, has_towers
 from minifloat.model.layouts import Description, describe
 from minifloat.model.layouts.inspection import inspect_opened

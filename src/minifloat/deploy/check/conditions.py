@@ -454,7 +454,7 @@ def _why_not_native(case: Case) -> str:
 
 def _full_text_config(values: Mapping[str, Any]) -> Any:
     """Return a text model's config with all defaults; transformers reads what `read_config` leaves to it."""
-    from minifloat.model.architecture.complete_config import read_config
+    from minifloat.model.architecture.decoder_config import read_config
 
     config = read_config(values, Path())
     if not isinstance(config, str):

@@ -2,7 +2,7 @@
 
 A family is the set of models whose config has one of its `model_types`. What the rows do not state follows from the
 general rules, which are the defaults of the fields; a model of an unknown family works by these alone. The rows are in
-`families/`, and `families.family_of` finds the row of a config.
+`families`, whose `family_of` finds the row of a config.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Role(enum.Enum):
@@ -93,6 +93,73 @@ GATE_UP_DOWN = (
 )
 
 
+#: How config.json states the rotary embedding: as most do, with the part of a head that it turns, or once for each type
+#: of layer.
+Rope = Literal["", "partial", "by layer type"]
+
+
+@dataclass(frozen=True)
+class ShortConfig:
+    """A config.json that leaves out fields, which is read without transformers.
+
+    Attributes:
+        required: Fields that it has beyond those of every type, with spaces between.
+        defaults: Fields that it may leave out beyond those of every type, and transformers' defaults.
+        windows: Whether it states one sliding window for all layers, may state that no layer has one, or has no such
+            field.
+        no_window: Value of `sliding_window` without one.
+    """
+
+    required: str = ""
+    defaults: tuple[tuple[str, Any], ...] = ()
+    theta: float = 10_000.0
+    windows: Literal["none", "stated", "unused", "layers"] = "unused"
+    no_window: int | None = None
+
+
+@dataclass(frozen=True)
+class NativeType:
+    """A ``model_type`` of a text model that minifloat's decoders run.
+
+    Attributes:
+        architecture: Its class in transformers.
+        layer: The function in `decoder.families` that returns a layer, ``module.function``, where nothing else of the
+            decoder is special.
+        stated: Fields that the layout obeys and that a config.json has to state to be read without transformers, with
+            spaces between; empty: transformers reads it, unless it is `short`.
+        also: Further fields that the layout obeys.
+        renamed: Fields that the layout obeys under another name.
+        decoder: The function that returns the whole decoder where more than its layers is special.
+        w1_w2_w3: Whether the linears of its MLPs are named so.
+        newer: Fields that files before transformers 5.10 lack, and their defaults.
+    """
+
+    model_type: str
+    architecture: str
+    layer: str = ""
+    stated: str = ""
+    also: str = ""
+    rope: Rope = ""
+    renamed: tuple[tuple[str, str], ...] = ()
+    newer: tuple[tuple[str, Any], ...] = ()
+    short: ShortConfig | None = None
+    decoder: str = ""
+    w1_w2_w3: bool = False
+
+    @property
+    def fields(self) -> set[str]:
+        """All fields that the layout obeys."""
+        return {*self.stated.split(), *self.also.split(), *(name for name, _ in self.newer)}
+
+
+class OuterType(NamedTuple):
+    """A ``model_type`` of a model around a text model that the decoders run, and the usual type of that."""
+
+    model_type: str
+    architecture: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Family:
     """One family of models.
@@ -106,7 +173,7 @@ class Family:
     """
 
     name: str
-    model_types: tuple[str, ...]
+    types: tuple[str | NativeType | OuterType, ...]
     roles: tuple[tuple[str, Role], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fused_experts: tuple[FusedTensor, ...] = GATE_UP_DOWN
@@ -119,6 +186,11 @@ class Family:
     states_expert_dtype: bool = False
     conv1d: bool = False
     known: bool = True
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The values of ``model_type`` of its models."""
+        return tuple(entry if isinstance(entry, str) else entry.model_type for entry in self.types)
 
     def own_role(self, name: str) -> Role | None:
         """Return the role that the row gives to a matrix; None where the general rules decide."""
@@ -139,4 +211,4 @@ class Family:
 
 
 #: The general rules alone.
-GENERAL = Family(name="unknown", model_types=(), known=False)
+GENERAL = Family(name="unknown", types=(), known=False)
