@@ -14,6 +14,7 @@ of its own, which adds its figures to the file. Each step keeps the command and 
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import shlex
 import statistics
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import matplotlib
+from matplotlib.figure import Figure
 
 from minifloat import SCHEMES, CompareOptions, compare_models, quantize_checkpoint
 from minifloat.calibration.options import CalibrateOptions
@@ -34,7 +37,6 @@ from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.numerics.scheme import get_scheme
-from minifloat.report.picture import PictureRow, scheme_picture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = EXAMPLES / "texts" / "stories_calibration.txt"
@@ -124,7 +126,7 @@ def picture(data: dict[str, Any], processor: str) -> str:
         scheme, _, chosen = name.partition(" ")
         label = f"{scheme} --data {chosen}" if chosen else scheme
         gain = speeds.get(scheme, {}).get("gain")  # the codes do not change the speed
-        rows.append(PictureRow(label, kl["kl"], kl["low"], kl["high"], gain))
+        rows.append((label, kl, gain))
     speed_record, quality_record = data["speed"], data["quality"]
     widest = max(row["spread"] for row in speeds.values())
     rounds = min(len(row["rounds"]) for row in speeds.values())
@@ -135,7 +137,29 @@ def picture(data: dict[str, Any], processor: str) -> str:
         f"up to {widest:.0%}; {processor} ({speed_record['date']}).",
         "Made by benchmarks/picture.py, whose commands and figures are in the JSON file beside this picture.",
     )
-    return scheme_picture(rows, notes=notes)
+    return _drawn(rows, notes)
+
+
+def _drawn(rows: list[tuple[str, dict[str, float], float | None]], notes: tuple[str, ...]) -> str:
+    """Return the SVG: KL divergence on the left, speed on the right, a row for each scheme, and the notes below."""
+    places = range(len(rows))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "schemes", "font.size": 9.0}):
+        figure = Figure(figsize=(8.6, 0.28 * len(rows) + 1.6), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for place, (_, kl, gain) in enumerate(rows):
+            left.plot([kl["low"], kl["high"]], [place, place], color="#1f6fb4", marker="|")
+            left.plot([kl["kl"]], [place], color="#1f6fb4", marker="o", markersize=4)
+            right.barh(place, gain or 0.0, color="#1f6fb4", height=0.6)
+            right.annotate("not measured" if gain is None else f"{gain:.2f}x", (gain or 0.0, place), va="center")
+        left.set(xscale="log", xlabel="KL divergence from BF16, nats per token (left is better)")
+        left.set_yticks(places, [f"{label}   {kl['kl']:#.2g}" for label, kl, _ in rows])
+        left.invert_yaxis()
+        right.axvline(1.0, color="black", linestyle="--", linewidth=0.9)
+        right.set_xlabel("decode speed, BF16 = 1 (right is better)")
+        figure.supxlabel("\n".join(notes), fontsize=7, x=0.01, ha="left")
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
 def _needs_scales(name: str) -> bool:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from pages import captions, loads_nothing, rows, sections, text_of
 
+from minifloat.calibration.document import document
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.page import stats_page
 from minifloat.calibration.rules import Max
 from minifloat.calibration.stats import ActivationStats, ModuleStats
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.histogram import count_magnitudes
+from minifloat.report import html
+from minifloat.report.document import Figure, Heatmap, Section
 
 MODEL = ModelIdentity("LlamaForCausalLM", "c" * 64, "t" * 64, "w" * 64)
 NAME = "model.layers.0.mlp.down_proj"
@@ -26,6 +28,22 @@ def stats_of(values: np.ndarray, channels: np.ndarray | None = None, *, histogra
         np.abs(values).max(1).astype(np.float32), np.full(len(values), values.shape[1]), counts, channels
     )
     return ActivationStats(MODEL, len(values), values.size, {}, {NAME: module})
+
+
+def stats_page(stats: ActivationStats, rule: Max, held_out: ActivationStats | None = None) -> str:
+    return html.write(document(stats, rule, held_out))
+
+
+def heatmap(stats: ActivationStats) -> Heatmap:
+    """Return the data of the first chart of channels."""
+    (channels,) = (
+        block
+        for block in document(stats, Max()).blocks
+        if isinstance(block, Section) and block.title == "Outlier channels"
+    )
+    return next(
+        block.chart for block in channels.blocks if isinstance(block, Figure) and isinstance(block.chart, Heatmap)
+    )
 
 
 def percent(text: str) -> float:
@@ -90,23 +108,16 @@ def test_outlier_channels_are_listed_with_their_ratio_to_the_median() -> None:
 def test_the_darkest_cells_are_those_of_the_outliers() -> None:
     channels = np.ones(64, np.float32)
     channels[10] = 64.0
-    page = stats_page(stats_of(np.ones((4, 8)), channels), Max())
-    figure = next(sections(page)["Outlier channels"].iter("figure"))
-    chart = next(figure.iter("{http://www.w3.org/2000/svg}svg"))
-    cells = list(chart.iter("{http://www.w3.org/2000/svg}rect"))[:3]  # those of the scale follow
-    assert [cell.get("opacity") for cell in cells] == ["0.06", "1.00", "0.06"]
-    widths = [float(cell.get("width", "0")) for cell in cells]
-    assert widths[0] == pytest.approx(10 * widths[1], rel=1e-3)
-    assert widths[2] == pytest.approx(53 * widths[1], rel=1e-3)
+    chart = heatmap(stats_of(np.ones((4, 8)), channels))
+    assert (chart.low, chart.high) == (1.0, 64.0)
+    ((_, values),) = chart.rows
+    assert list(values) == [1.0] * 10 + [64.0] + [1.0] * 53
 
 
 def test_inputs_that_several_linears_share_are_one_row() -> None:
     stats = stats_of(np.ones((4, 8)), np.arange(1, 9, dtype=np.float32))
     module = stats.inputs[NAME]
     shared = {f"model.layers.0.mlp.{name}_proj": module for name in ("gate", "up")}
-    page = stats_page(replace(stats, inputs=shared), Max())
-    figure = next(sections(page)["Outlier channels"].iter("figure"))
-    names = [text_of(text) for text in figure.iter("{http://www.w3.org/2000/svg}text")]
-    assert names.count("model.layers.0.mlp.gate_proj") == 2  # at both widths
-    assert "model.layers.0.mlp.up_proj" not in names
-    assert loads_nothing(page)
+    chart = heatmap(replace(stats, inputs=shared))
+    assert [name for name, _ in chart.rows] == ["model.layers.0.mlp.gate_proj"]
+    assert loads_nothing(stats_page(replace(stats, inputs=shared), Max()))

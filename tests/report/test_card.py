@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
-from minifloat.report.card import markers, update_card
+from minifloat.report.card import update_card
+from minifloat.report.markdown import markers
 
 BEGIN, END = markers("compare")
 SECTION = f"{BEGIN}\nnew\n{END}\n"

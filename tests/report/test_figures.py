@@ -113,6 +113,25 @@ def test_what_a_log_axis_cannot_hold_is_left_out(points: list[tuple[float, float
     assert not re.search(r"\b(nan|inf)\b", svg)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.floats(0, 2.0**127, width=32, allow_subnormal=False)), max_size=20),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_float32_values_can_be_drawn(points: list[tuple[float, float]], log: bool) -> None:
+    ElementTree.fromstring(draw(Figure("caption", Lines([Series("a", points)], Axis("x"), Axis("amax", log=log)))))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_bars_dots_and_points_of_any_value_can_be_drawn(value: float) -> None:
+    for chart in (
+        Bars([Bar("a", value, "text")], Axis("nats")),
+        Dots([("a", [Dot(value, "text", value, value)])], ["a"], Axis("nats")),
+        Scatter([Point("a", value, value, value, value)], Axis("MiB"), Axis("KL", log=True)),
+    ):
+        assert not re.search(r"\b(nan|inf)\b", draw(Figure("caption", chart)))
+
+
 def test_a_long_name_loses_its_middle() -> None:
     name = f"model.layers.0.{'x' * 60}.down_proj"
     (shown,) = (text for text in texts(draw(Figure("c", Bars([Bar(name, 1.0, "1")], Axis("n"))))) if "…" in text)

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
+import math
 import unicodedata
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifloat.report.svg import escape
-from minifloat.report.text import short_names, size_text, token_text, visible
+from minifloat.report.text import (
+    brief,
+    escape,
+    format_number,
+    interval,
+    number,
+    short_names,
+    size_text,
+    span,
+    token_text,
+    visible,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +92,45 @@ def test_names_are_as_short_as_possible_while_they_differ(paths: list[str], name
 )
 def test_sizes_are_in_the_unit_that_fits(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "short", "exact"),
+    [
+        (0, "0", "0"),
+        (0.25, "0.25", "0.2500"),
+        (1200, "1,200", "1,200"),
+        (3e-7, "3e-7", "3.000e-7"),
+        (1e6, "1e6", "1.000e6"),
+        (-2.5e9, "-2.5e9", "-2.500e9"),
+        (math.nan, "-", "-"),
+        (math.inf, "-", "∞"),
+    ],
+)
+def test_numbers_are_short(value: float, short: str, exact: str) -> None:
+    assert (format_number(value), number(value)) == (short, exact)
+
+
+@pytest.mark.parametrize(
+    ("ends", "options", "text"),
+    [
+        ((0.0031, 0.0012, 0.0050), {"as_percent": True, "signed": True}, "+0.31% [0.12, 0.50]"),
+        ((8.4, 8.3, 8.5), {"digits": 1}, "8.4 [8.3, 8.5]"),
+        ((3.0, 3.0, 3.0), {}, "3 [3, 3]"),
+        ((0.004, math.nan, math.nan), {}, "0.004 [?]"),
+        ((math.inf, math.nan, math.nan), {}, "∞ [?]"),
+        ((1e-6, 0.5e-6, 1.5e-6), {}, "1.00e-6 [5.00e-7, 1.50e-6]"),
+    ],
+)
+def test_the_width_of_an_interval_decides_the_digits(
+    ends: tuple[float, float, float], options: dict[str, Any], text: str
+) -> None:
+    assert str(interval(*ends, **options)) == text
+
+
+def test_a_span_has_the_ends_that_differ() -> None:
+    assert (span([1.0, None, 2.0]), span([1.0, 1.0]), span([None])) == ("1 .. 2", "1", "-")
+
+
+def test_json_values_become_one_line() -> None:
+    assert brief({"a": [1200, 0.5], "sha": "a" * 64, "on": True}) == f"(a 1,200, 0.5000, sha {'a' * 12}…, on True)"

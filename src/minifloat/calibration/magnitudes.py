@@ -13,13 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.calibration.stats import ActivationStats, ModuleStats
-from minifloat.calibration.summary import InputSummary, number
+from minifloat.calibration.summary import InputSummary
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.histogram import BINS_PER_OCTAVE, FINITE_BINS, bin_edges, octaves
-from minifloat.report.axes import Axis
-from minifloat.report.charts import Series, line_chart
-from minifloat.report.heatmap import heatmap
-from minifloat.report.page import Cell, figure, paragraph, section, table
+from minifloat.report.document import (
+    Axis,
+    Figure,
+    Heatmap,
+    Lines,
+    On,
+    Section,
+    Series,
+    Table,
+    Text,
+    columns,
+    section,
+)
+from minifloat.report.text import short
 
 _COLUMNS = 128  #: columns of a heatmap; each shows the largest of the channels that share it
 _ROWS = 32  #: rows of a heatmap
@@ -32,7 +42,7 @@ _LEAST_SHOWN = 1e-4  #: smallest share that a table gives as a number
 _BELOW = 12
 
 
-def magnitude_section(groups: Mapping[str, Sequence[InputSummary]], stats: ActivationStats) -> str:
+def magnitude_section(groups: Mapping[str, Sequence[InputSummary]], stats: ActivationStats) -> Section:
     """Return the section with histograms of the magnitudes, in units of the static scales; empty without histograms."""
     series, rows = [], []
     for name, group in groups.items():
@@ -42,23 +52,28 @@ def magnitude_section(groups: Mapping[str, Sequence[InputSummary]], stats: Activ
         series.append(Series(name, _drawn(counts)))
         rows.append([name, *map(_percent, _shares(counts))])
     if not series:
-        return ""
+        return section("")
     smallest = E4M3.min_positive
     marks = (
-        (smallest, f"smallest {number(smallest)}"),
-        (E4M3.min_normal, f"normal from {number(E4M3.min_normal)}"),
-        (E4M3.max, f"largest {number(E4M3.max)}"),
+        (smallest, f"smallest {short(smallest)}"),
+        (E4M3.min_normal, f"normal from {short(E4M3.min_normal)}"),
+        (E4M3.max, f"largest {short(E4M3.max)}"),
     )
-    caption = "Magnitudes of the inputs over their static scale, by octave; lines: the range of E4M3"
-    x = Axis("magnitude / scale", log=True)
-    y = Axis("share of the elements", log=True, percent=True)
-    chart = figure(caption, lambda width: line_chart(series, title=caption, x=x, y=y, marks=marks, width=width))
-    columns = ("input of", "above the largest", "normal", "subnormal", "below half the smallest", "zero")
-    note = (
-        f"Shares of the elements of {stats.tokens:,} tokens, by eighths of an octave. An element above the largest "
-        "value saturates; one below half the smallest becomes zero."
+    x, y = Axis("magnitude / scale", log=True), Axis("share of the elements", log=True, percent=True)
+    names = ("above the largest", "normal", "subnormal", "below half the smallest", "zero")
+    return section(
+        "Magnitudes",
+        Table(columns("input of", *names), rows),
+        Text(
+            f"Shares of the elements of {stats.tokens:,} tokens, by eighths of an octave. An element above the largest "
+            "value saturates; one below half the smallest becomes zero."
+        ),
+        Figure(
+            "Magnitudes of the inputs over their static scale, by octave; lines: the range of E4M3",
+            Lines(series, x, y, marks=marks),
+        ),
+        on=On.PAGE,
     )
-    return section("Magnitudes", table(columns, rows), paragraph(note), chart)
 
 
 def _scaled_counts(group: Sequence[InputSummary], stats: ActivationStats) -> npt.NDArray[np.int64] | None:
@@ -101,12 +116,12 @@ def _percent(share: float) -> str:
     return f"{share:.2%}" if not 0 < share < _LEAST_SHOWN else f"< {_LEAST_SHOWN:.2%}"
 
 
-def channel_section(groups: Mapping[str, Sequence[InputSummary]], stats: ActivationStats) -> str:
+def channel_section(groups: Mapping[str, Sequence[InputSummary]], stats: ActivationStats) -> Section:
     """Return the section about outlier channels: the largest, and a heatmap for each kind; empty without channels."""
     found = {name: _channels(group, stats) for name, group in groups.items()}
     found = {name: rows for name, rows in found.items() if rows}
     if not found:
-        return ""
+        return section("")
     outliers = sorted(
         (
             (ratio, module, channel, amax)
@@ -116,18 +131,16 @@ def channel_section(groups: Mapping[str, Sequence[InputSummary]], stats: Activat
         ),
         reverse=True,
     )[:_OUTLIERS]
-    cells: list[list[Cell]] = [
-        [module, str(channel), number(amax), f"{ratio:.1f}x"] for ratio, module, channel, amax in outliers
-    ]
-    note = (
-        "The largest channel sets a scale per token or per tensor, and the other channels use a smaller part of the "
-        "format's range. The median is over the channels of the same input."
-    )
+    cells = [[module, str(channel), short(amax), f"{ratio:.1f}x"] for ratio, module, channel, amax in outliers]
     return section(
         "Outlier channels",
-        table(("input of", "channel", "amax", "times the median"), cells),
-        paragraph(note),
+        Table(columns("input of", "channel", "amax", "times the median"), cells),
+        Text(
+            "The largest channel sets a scale per token or per tensor, and the other channels use a smaller part of "
+            "the format's range. The median is over the channels of the same input."
+        ),
         *(_heatmap(name, rows, _darkest(outliers)) for name, rows in found.items()),
+        on=On.PAGE,
     )
 
 
@@ -155,25 +168,16 @@ def _median(values: npt.NDArray[np.float32]) -> float:
     return float(np.median(values[values > 0]))
 
 
-def _heatmap(name: str, rows: Sequence[tuple[str, npt.NDArray[np.float32]]], darkest: float) -> str:
+def _heatmap(name: str, rows: Sequence[tuple[str, npt.NDArray[np.float32]]], darkest: float) -> Figure:
     shown = rows[:: math.ceil(len(rows) / _ROWS)]
     some = "" if len(shown) == len(rows) else f"; {len(shown)} of {len(rows)} inputs"
     channels = len(shown[0][1])
     per_column = math.ceil(channels / _COLUMNS)
     largest = "" if per_column == 1 else f", the largest of {per_column} in a column"
-    caption = f"{name}: amax of each channel over the median channel of the same input{some}"
     cells = [(module, _columns(values, per_column)) for module, values in shown]
-    return figure(
-        caption,
-        lambda width: heatmap(
-            cells,
-            title=caption,
-            low=1.0,
-            high=darkest,
-            unit="times the median",
-            columns=f"input channel 0 to {channels - 1:,}{largest}",
-            width=width,
-        ),
+    return Figure(
+        f"{name}: amax of each channel over the median channel of the same input{some}",
+        Heatmap(cells, 1.0, darkest, "times the median", f"input channel 0 to {channels - 1:,}{largest}"),
     )
 
 

@@ -1,13 +1,12 @@
 """Summaries of activation statistics: scales, convergence, saturation of held-out text, and warnings per module.
 
-The HTML page (`calibration.page`) and the terminal show the same summary. `scales` and `convergence` refuse modules
+`calibration.document` shows it. `scales` and `convergence` refuse modules
 that calibration did not reach; a summary leaves such modules out of the computation and lists them in its warnings.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from minifloat.calibration.scales import (
 )
 from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats
 from minifloat.errors import NotCalibratedError, StatsError
-from minifloat.report.axes import format_number
+from minifloat.report.text import brief
 
 _NAMES_IN_WARNING = 8
 
@@ -233,21 +232,12 @@ def _data_lines(data: Mapping[str, Any]) -> Iterator[str]:
         yield _source_line(source) if isinstance(source, Mapping) else str(source)
     rest = {key: value for key, value in data.items() if key not in {"sources", "sequences", "tokens"}}
     if rest:
-        yield ", ".join(f"{key} {_brief(value)}" for key, value in rest.items())
+        yield ", ".join(f"{key} {brief(value)}" for key, value in rest.items())
 
 
 def _source_line(source: Mapping[str, Any]) -> str:
     details = {key: value for key, value in source.items() if key != "name" and value is not None}
-    return f"{source.get('name', 'text')}: " + ", ".join(f"{key} {_brief(value)}" for key, value in details.items())
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "(" + ", ".join(f"{key} {_brief(item)}" for key, item in value.items()) + ")"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    text = str(value)
-    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
+    return f"{source.get('name', 'text')}: " + ", ".join(f"{key} {brief(value)}" for key, value in details.items())
 
 
 # ------------------------------------------------------------------------------------------------- numbers as text
@@ -263,27 +253,3 @@ def settled_text(convergences: Sequence[Convergence]) -> str:
     if not moving:
         return str(max(entry.settled_after or 0 for entry in judged)) if judged else "-"
     return "no" if len(judged) == 1 else f"no: {moving} of {len(judged)}"
-
-
-def span(values: Iterable[float | None], form: Callable[[float], str]) -> str:
-    """Return the least and the largest value as text; one number if both texts are equal, a dash if all are None."""
-    present = [value for value in values if value is not None]
-    if not present:
-        return "-"
-    least, largest = form(min(present)), form(max(present))
-    return least if least == largest else f"{least} .. {largest}"
-
-
-def number(value: float) -> str:
-    """Return a magnitude with four significant digits."""
-    return format_number(float(f"{value:.4g}"))
-
-
-def change(value: float) -> str:
-    """Return a relative change in percent with its sign, or 0 if there is none."""
-    return f"{value:+.1%}" if value else "0"
-
-
-def fraction(value: float) -> str:
-    """Return a fraction that may be tiny, or 0 if it is zero."""
-    return f"{value:.1e}" if value else "0"

@@ -57,16 +57,17 @@ def calibrate(
     With --hessians, the folder *.hessians beside STATS serves GPTQ in every scheme without text. It takes half
     the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
     """
+    from minifloat.calibration.document import document
     from minifloat.calibration.result import held_out_path, require_free
     from minifloat.calibration.rules import parse_rule
     from minifloat.calibration.session import calibrate as run_calibration
     from minifloat.calibration.session import own_text_path
     from minifloat.calibration.summary import summarize
-    from minifloat.commands.display.stats import print_stats
     from minifloat.commands.progress import progress_bar
     from minifloat.quantize.own_text import prepare_own_text
     from minifloat.quantize.rounding.collect import save_hessians
     from minifloat.quantize.rounding.saved import hessians_path
+    from minifloat.report import terminal
 
     parsed = parse_rule(rule)
     require_free([stats, held_out_path(stats)], overwrite=overwrite)
@@ -98,5 +99,5 @@ def calibrate(
         summary = summarize(collected.stats, parsed, collected.held_out).to_dict()
         print_json({**collected.to_dict(), "files": list(map(str, files)), **summary})
         return
-    print_stats(collected.stats, parsed, collected.held_out, verbose=verbose)
+    terminal.write(document(collected.stats, parsed, collected.held_out, verbose=verbose))
     click.echo(f"Written to {', '.join(map(str, files))}")

@@ -45,20 +45,21 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
 
 
 def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool, as_json: bool) -> None:
+    from minifloat.calibration.document import document
     from minifloat.calibration.result import Calibration, require_free
     from minifloat.calibration.rules import parse_rule
     from minifloat.calibration.summary import summarize
-    from minifloat.commands.display.stats import print_stats
+    from minifloat.report import terminal
 
     rule = parse_rule(rule_text)
     collected = Calibration.load(path, rule)
     if as_json:
         print_json({**collected.to_dict(), **summarize(collected.stats, rule, collected.held_out).to_dict()})
     else:
-        print_stats(collected.stats, rule, collected.held_out, verbose=verbose)
+        terminal.write(document(collected.stats, rule, collected.held_out, verbose=verbose))
     if plot is not None:
-        from minifloat.calibration.page import stats_page
+        from minifloat.report import html
 
         require_free([plot], overwrite=True)
-        plot.write_text(stats_page(collected.stats, rule, collected.held_out), encoding="utf-8")
+        plot.write_text(html.write(document(collected.stats, rule, collected.held_out)), encoding="utf-8")
         click.echo(f"Drawn to {plot}", err=as_json)

@@ -16,23 +16,10 @@ from typing import Any
 from minifloat.checkpoint.files import read_small, resolve_folder, written_whole
 from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.errors import CheckpointError
-from minifloat.report.text import visible
+from minifloat.report.markdown import escape, markers
 
 _LARGEST_CARD = 16 * 2**20  #: bytes; hubs already refuse far smaller cards
 _HEAD = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$\n?", re.DOTALL | re.MULTILINE)
-#: Characters that Markdown or HTML interpret; a bare ``www.``, ``://`` or ``@`` becomes a link. Underscores inside of
-#: words and brackets that no link follows need no escaping.
-_MARKUP = re.compile(r"[\\`*<&|~#$!@]|\](?=[(\[:])|:(?=//)|(?<=[wW])\.|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-
-
-def markdown(text: str) -> str:
-    """Return Markdown that shows the text literally in one line, with control characters made `visible`."""
-    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", visible(text))
-
-
-def markers(name: str) -> tuple[str, str]:
-    """Return the first and the last line of the section of a command."""
-    return f"<!-- minifloat {name}: begin -->", f"<!-- minifloat {name}: end -->"
 
 
 # ------------------------------------------------------------------------------------------------- metadata
@@ -100,7 +87,7 @@ def update_card(folder: str | os.PathLike[str], section: str) -> Path:
     try:
         before = read_card(root)
     except FileNotFoundError:
-        before = f"# {markdown(root.name)}\n".encode()
+        before = f"# {escape(root.name)}\n".encode()
     return write_card(root, with_section(before, section, root / CARD_FILE))
 
 

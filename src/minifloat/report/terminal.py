@@ -66,7 +66,7 @@ class _Printer:
                 case Facts():
                     width = max((len(name) for name, _ in block.pairs), default=0)
                     for name, value in block.pairs:
-                        self._line(f"{name:<{width}} {value}")
+                        self._line(f"{name:<{width}}  {value}")
                 case Alert():
                     self._line(block.title)
                     for reason in block.reasons:

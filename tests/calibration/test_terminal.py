@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from minifloat.calibration.document import document
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.rules import Delayed, Max, Percentile
+from minifloat.calibration.rules import Delayed, Max, Percentile, Rule
 from minifloat.calibration.scales import activation_scales, kv_scales
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
-from minifloat.commands.display.stats import print_stats
 from minifloat.numerics.histogram import BINS, count_magnitudes
+from minifloat.report import terminal
 
 MODEL = ModelIdentity("LlamaForCausalLM", "c" * 64, "t" * 64, "w" * 64)
 SEQUENCES = 40
@@ -36,6 +37,12 @@ def make_stats(seed: int = 0, size: float = 1.0) -> ActivationStats:
     heads = np.random.default_rng(seed).random((2, SEQUENCES, 2), dtype=np.float32)
     kv = {"model.layers.0.self_attn": KVStats(heads[0], heads[1])}
     return ActivationStats(MODEL, SEQUENCES, 100 * SEQUENCES, {"sources": [{"name": "stories.txt"}]}, inputs, kv)
+
+
+def print_stats(
+    stats: ActivationStats, rule: Rule, held_out: ActivationStats | None, *, verbose: bool, width: int = 160
+) -> None:
+    terminal.write(document(stats, rule, held_out, verbose=verbose), Console(width=width, highlight=False))
 
 
 def row(output: str, name: str) -> list[str]:
@@ -138,7 +145,6 @@ def test_a_name_in_brackets_is_not_markup(capsys: pytest.CaptureFixture[str]) ->
     assert output.count(name) == 2
 
 
-def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minifloat.commands.display.stats.make_console", lambda: Console(width=100))
-    print_stats(make_stats(), Delayed(4), make_stats(1, size=2.0), verbose=False)
+def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    print_stats(make_stats(), Max(), make_stats(1, size=2.0), verbose=False, width=100)
     assert "…" not in capsys.readouterr().out
