@@ -32,7 +32,7 @@ from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
-from minifloat.calibration.whole import calibrate_whole
+from minifloat.calibration.model import calibrate_whole
 from minifloat.calibration.stats_file import write_stats
 from minifloat.checkpoint import Checkpoint
 model, out, histogram, max_memory, device, *sizes = sys.argv[1:]

@@ -16,10 +16,10 @@ from pathlib import Path
 import click
 
 from minifloat import CompareOptions, compare_models, quantize_checkpoint
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import calibrate
 
 RULES = ("max", "delayed", "percentile:percentile=99.99", "mse")
 

@@ -32,10 +32,10 @@ def make_model(folder: Path, scheme: str) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from minifloat import QuantizeOptions, quantize_checkpoint
+    from minifloat.calibration.calibrate import calibrate
     from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import Calibration
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import calibrate
 
     config = LlamaConfig(
         hidden_size=HIDDEN,

@@ -28,9 +28,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from minifloat import SCHEMES, CompareOptions, compare_models, quantize_checkpoint
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
-from minifloat.calibration.session import calibrate
 from minifloat.evaluate.bench import bench_checkpoint
 from minifloat.evaluate.bench.figures import spread
 from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import click
 
-from minifloat.calibration.session import load_texts
+from minifloat.calibration.calibrate import load_texts
 from minifloat.checkpoint import Checkpoint
 from minifloat.evaluate.compare import CompareOptions, compare_models
 from minifloat.model.layouts.inspection import inspect_checkpoint

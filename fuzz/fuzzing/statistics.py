@@ -26,9 +26,8 @@ from fuzzing.mutation import (
 )
 from fuzzing.target import Target
 from minifloat import Calibration, Checkpoint, QuantizeOptions, quantize_checkpoint
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.calibration.stats_file import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.summary import summarize
 from minifloat.checkpoint.array_file import write_arrays

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from minifloat._version import __version__
 
 if TYPE_CHECKING:
+    from minifloat.calibration.calibrate import calibrate
     from minifloat.calibration.options import CalibrateOptions, TextOptions
     from minifloat.calibration.result import Calibration
-    from minifloat.calibration.session import calibrate
     from minifloat.checkpoint import Checkpoint
     from minifloat.deploy.check import CheckReport, Target, check_checkpoint
     from minifloat.deploy.diagnosis import Diagnosis, doctor
@@ -108,7 +108,7 @@ _EXPORTS = {
     "Tolerance": "minifloat.evaluate.compare",
     "Workload": "minifloat.evaluate.bench.workload",
     "bench_checkpoint": "minifloat.evaluate.bench",
-    "calibrate": "minifloat.calibration.session",
+    "calibrate": "minifloat.calibration.calibrate",
     "chat": "minifloat.serve.client",
     "check_checkpoint": "minifloat.deploy.check",
     "compare_models": "minifloat.evaluate.compare",

@@ -15,10 +15,9 @@ from minifloat.calibration import calibrate as calibrate_module
 from minifloat.calibration import model as model_module
 from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import CalibrateOptions
-from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.stats import ActivationStats, ModelIdentity
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError, NonFiniteError

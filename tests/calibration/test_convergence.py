@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minifloat.calibration.convergence import convergence_report, settled, trajectory
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Delayed, Max, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.errors import UsageError
 
 

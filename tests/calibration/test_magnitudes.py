@@ -9,9 +9,8 @@ import pytest
 from pages import captions, loads_nothing, rows, sections, text_of
 
 from minifloat.calibration.document import document
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Max
-from minifloat.calibration.stats import ActivationStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, ModelIdentity, ModuleStats
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.histogram import count_magnitudes
 from minifloat.report import html

@@ -16,10 +16,10 @@ import torch
 from click.testing import CliRunner
 
 from minifloat.calibration import own_text
+from minifloat.calibration.calibrate import calibrate, load_texts
 from minifloat.calibration.data import CalibrationSet, load_calibration_data
 from minifloat.calibration.options import TextOptions
 from minifloat.calibration.own_text import write_own_text
-from minifloat.calibration.session import calibrate, load_texts
 from minifloat.calibration.token_file import read_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main

@@ -12,10 +12,9 @@ from pages import loads_nothing, parse
 
 from minifloat.calibration import convergence
 from minifloat.calibration.document import document
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Delayed, Max, MeanSquaredError, Percentile, Rule
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.summary import summarize
 from minifloat.errors import StatsError, UsageError

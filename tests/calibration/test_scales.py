@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Delayed, Max, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.groups import fused_group

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat.calibration.calibrate import calibrate_set
+from minifloat.calibration.calibrate import calibrate, calibrate_set
 from minifloat.calibration.data import load_calibration_data
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration, held_out_path
-from minifloat.calibration.session import calibrate
 from minifloat.commands.main import main
 from minifloat.errors import DataError, DestinationError, UsageError
 from minifloat.model.runtime.tokenizer import load_tokenizer

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.calibration.stats_file import STATS_FORMAT, read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent, numpy_arrays, read_arrays, write_arrays

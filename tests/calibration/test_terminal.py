@@ -7,10 +7,9 @@ import pytest
 from rich.console import Console
 
 from minifloat.calibration.document import document
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Delayed, Max, Percentile, Rule
 from minifloat.calibration.scales import activation_scales, kv_scales
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.numerics.histogram import BINS, count_magnitudes
 from minifloat.report import terminal
 

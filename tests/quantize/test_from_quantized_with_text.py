@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from converting import stored
 from rounding_cases import scale_channels
 
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import calibrate
 from minifloat.calibration.stats_file import read_stats
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, StatsError

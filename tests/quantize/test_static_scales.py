@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, StatsError, UsageError
 from minifloat.model.layouts import describe

@@ -1,28 +1,43 @@
-"""Run calibration text through a model and return the statistics of its activations.
+"""A calibration from text sources to files: what `minifloat calibrate` and `quantize --calibration` run.
 
-The model runs without lm_head, one sequence at a time. A quantized model runs only if asked for (`from_quantized`),
-because its statistics contain its rounding errors. A model that fits into the memory limit is loaded whole
-(`calibration.whole`); a larger one runs layer by layer (`calibration.layerwise`). An interrupted run returns nothing,
-because partial statistics cannot be told from complete ones; a layer-by-layer run can be continued.
+A fraction of the sequences is held out: the scales come from the other sequences, and the histograms of the held-out
+ones show how much those scales would saturate (`calibration.result`). Text that the model itself wrote is kept in
+``NAME.self.safetensors``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
-from minifloat.calibration.data import CalibrationSet
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from minifloat.calibration.data import (
+    OWN_TEXT,
+    CalibrationSet,
+    Source,
+    SourceLike,
+    as_sources,
+    load_calibration_data,
+)
 from minifloat.calibration.layerwise.run import calibrate_layerwise
-from minifloat.calibration.model import CalibrationModel
-from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
+from minifloat.calibration.model import CalibrationModel, calibrate_whole
+from minifloat.calibration.options import DEFAULT_OPTIONS, DEFAULT_TEXT, CalibrateOptions, TextOptions
+from minifloat.calibration.own_text import write_own_text
+from minifloat.calibration.result import Calibration
+from minifloat.calibration.rules import HistogramRule, parse_rule
 from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.layouts.decoded import plain_view
+from minifloat.model.runtime.config import plain_config, read_generation_config
+from minifloat.model.runtime.tokenizer import has_tokenizer, load_tokenizer, token_id_tokenizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,3 +69,107 @@ def calibrate_opened(
     if options.until_stable is not None:
         _LOG.warning("layers run one after the other over all of the data: the run cannot stop when scales settle")
     return calibrate_layerwise(model, data, options, progress)
+
+
+def own_text_path(path: Path) -> Path:
+    """Return the file that keeps the text that the model wrote, beside a file of statistics."""
+    return path.with_name(f"{path.stem}.self{path.suffix}")
+
+
+def load_texts(
+    checkpoint: Checkpoint,
+    sources: SourceLike | Sequence[SourceLike],
+    text: TextOptions = DEFAULT_TEXT,
+    *,
+    own_text_file: Path | None = None,
+    weights: Path | None = None,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> CalibrationSet:
+    """Return the sequences of all sources, mixed by weight, held-out ones included.
+
+    The model writes the source `self`, or a quantized copy of it in the folder `weights`.
+    """
+    tokenizer = _tokenizer(checkpoint, sources)
+
+    def own_text(samples: int) -> CalibrationSet:
+        return write_own_text(
+            checkpoint,
+            tokenizer,
+            samples=samples,
+            seq_len=text.seq_len,
+            seed=text.seed,
+            file=own_text_file,
+            weights=weights,
+            device=device,
+            progress=progress,
+        )
+
+    return load_calibration_data(
+        sources,
+        tokenizer,
+        samples=text.samples,
+        seq_len=text.seq_len,
+        seed=text.seed,
+        packing=text.packing,
+        own_text=own_text,
+    )
+
+
+def _tokenizer(checkpoint: Checkpoint, sources: SourceLike | Sequence[SourceLike]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model, or a stand-in if it has none and writes all of the text itself."""
+    if has_tokenizer(checkpoint.path) or as_sources(sources) != [Source(OWN_TEXT)]:
+        return load_tokenizer(checkpoint.path)
+    return token_id_tokenizer(plain_config(checkpoint).get_text_config(), read_generation_config(checkpoint))
+
+
+def calibrate(
+    model: str | os.PathLike[str],
+    sources: SourceLike | Sequence[SourceLike],
+    options: CalibrateOptions = DEFAULT_OPTIONS,
+    *,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Run text through an unquantized model and return the statistics of its linears and KV caches.
+
+    Args:
+        model: An unquantized model: a folder or a model of the hub; with `from_quantized` a quantized one.
+        sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes; a string
+            is parsed by `Source.parse`.
+        options: How text becomes sequences, how the model runs, and what is recorded. Histograms of the held-out text
+            are always recorded. With a `work_dir`, the same call continues after an interruption.
+        progress: Called after each sequence, and after each step while the model writes the source ``self``.
+
+    Returns:
+        What `quantize_checkpoint` takes as `calibration`, and what `Calibration.save` writes.
+
+    Raises:
+        DataError: The text is missing, too short, or does not fit the model.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
+        AlreadyQuantizedError: The model is quantized, and `from_quantized` is False.
+        NonFiniteError: An activation holds NaN or Inf; names module and sequence.
+        UnknownNameError: There is no such rule.
+    """
+    rule = parse_rule(options.rule) if isinstance(options.rule, str) else options.rule
+    histogram = options.histogram or isinstance(rule, HistogramRule)
+    run_kept = replace(options, histogram=histogram, work_dir=_work_dir(options, "calibration"))
+    run_held_out = replace(options, histogram=True, until_stable=None, work_dir=_work_dir(options, "held-out"))
+    with open_source(model, options) as checkpoint:
+        opened = CalibrationModel(checkpoint, options)
+        data = load_texts(
+            checkpoint,
+            sources,
+            options,
+            own_text_file=options.own_text_file,
+            device=options.device,
+            progress=progress,
+        )
+        kept, held_out = data.held_out(options.held_out) if options.held_out else (data, None)
+        stats = calibrate_opened(opened, kept, run_kept, progress)
+        tests = None if held_out is None else calibrate_opened(opened, held_out, run_held_out, progress)
+        return Calibration(stats, rule, tests, options.max_saturation)
+
+
+def _work_dir(options: CalibrateOptions, part: str) -> Path | None:
+    """Return the work folder of the calibration or of the held-out run."""
+    return None if options.work_dir is None else options.work_dir.with_name(f"{options.work_dir.name}.{part}")

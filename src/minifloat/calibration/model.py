@@ -1,20 +1,27 @@
-"""The model that a calibration runs: its checkpoint is opened, described and, where it fits, loaded once for all texts.
+"""The model that a calibration runs, and the run of a whole one: a sequence at a time, without lm_head.
 
-The calibration text and the held-out text are two runs of the same model.
+The calibration text and the held-out text are two runs of the same model, which is opened and loaded once.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 
+import psutil
+import torch
 from transformers import PreTrainedModel
 
-from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.convergence import convergence_report
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.sites import Sites, find_sites
+from minifloat.calibration.stats import ActivationStats, ModelIdentity
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import AlreadyQuantizedError
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import AlreadyQuantizedError, DataError
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import config_dtype
 from minifloat.model.runtime.load import Loader, LoadOptions, load_opened
@@ -61,3 +68,58 @@ class CalibrationModel:
     def loader(self) -> Loader:
         """Return a loader whose model has no weights yet."""
         return Loader(self.checkpoint, self.description, LoadOptions(dtype=self._dtype, device=self._device))
+
+
+#: Sequences between two checks of the convergence: a check takes longer than observing one sequence.
+_CHECK_EVERY = 16
+
+
+def calibrate_whole(
+    model: CalibrationModel, data: CalibrationSet, options: CalibrateOptions, progress: Progress | None = None
+) -> ActivationStats:
+    """Load a whole model, unless an earlier run did, and observe it on calibration text."""
+    check_data(data, model.whole.config.get_text_config().vocab_size)
+    tokens = 0
+
+    def statistics() -> ActivationStats:
+        return ActivationStats(
+            model.identity, observer.sequences, tokens, data.record, observer.inputs(), observer.kv()
+        )
+
+    with Observer(
+        model.whole, sites=model.sites, histogram=options.histogram, per_channel=options.per_channel
+    ) as observer:
+        for ids in data.sequences:
+            observer.run(torch.tensor([ids]))
+            tokens += len(ids)
+            if progress is not None:
+                progress(tokens, data.tokens, f"sequence {observer.sequences} of {len(data.sequences)}")
+            if options.until_stable is None or observer.sequences % _CHECK_EVERY:
+                continue
+            if not convergence_report(statistics(), tolerance=options.until_stable).unsettled:
+                break
+    stats = statistics()
+    if observer.sequences == len(data.sequences):
+        return stats
+    stopped = {"sequences": observer.sequences, "tokens": tokens, "until_stable": options.until_stable}
+    return replace(stats, data={**data.record, "stopped": stopped})
+
+
+def check_data(data: CalibrationSet, vocab_size: int) -> None:
+    """Raise an error unless a model with that vocabulary can run the sequences."""
+    if not data.sequences:
+        raise DataError("no calibration data: expected at least one sequence of tokens")
+    for index, ids in enumerate(data.sequences):
+        if not ids:
+            raise DataError(f"sequence {index} of the calibration data has no tokens")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise DataError(
+                f"sequence {index} of the calibration data has token ids from {min(ids)} to {max(ids)}, beyond the "
+                f"model's vocabulary of {vocab_size}: they come from another model's tokenizer"
+            )
+
+
+def available_memory(device: str | torch.device) -> int:
+    """Return the bytes that are free on a device: of the GPU, or of this machine's memory."""
+    place = torch.device(device)
+    return int(torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else psutil.virtual_memory().available)

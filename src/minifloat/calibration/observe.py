@@ -1,16 +1,22 @@
 """Observation of a running model: the input of every linear and expert, and K and V of every attention.
 
 An `Observer` is a context manager around forward passes. It does not change what the model computes, except that
-stacked experts run one at a time, and it removes all of its hooks at the end, also after an exception. A quantized
-model is observed in the same way as an unquantized one.
+stacked experts run one at a time, and it removes all of its hooks at the end, also after an exception. One sequence
+runs at a time and is never padded, so padding cannot reach the statistics.
 
-One sequence runs at a time and is never padded, so padding cannot reach the statistics, and the order of the sequences
-cannot change the statistics of each.
+Models of transformers look up their attention function by name in one table at every call. A `KVObserver` replaces the
+function under that name by one that passes K and V, after rotary embedding and norms and before KV heads repeat, to the
+listeners of the calling module. The name in the model's config stays, because some models branch on it. Architectures
+that do not use the table are not observed (Bloom, MPT, GPT-J); latent attention shows its decompressed K and V.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,14 +26,94 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minifloat.calibration.attention import KVTap
 from minifloat.calibration.experts import watch_experts
 from minifloat.calibration.measure import Measurement, Tally, head_amax, measure, non_finite_error
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import UsageError
+from minifloat.errors import UnsupportedTensorError, UsageError
+
+#: Called with the path of the attention module, K and V, ``[B, KV heads, T, head size]`` each.
+Listener = Callable[[str, Tensor, Tensor], None]
+
+_lock = threading.Lock()
+_listeners: dict[int, list[Callable[[Tensor, Tensor], None]]] = {}
+_users: Counter[str] = Counter()
+_originals: dict[str, Callable[..., Any] | None] = {}
+
+
+class KVObserver:
+    """Passes K and V of one model to a listener while it is open; several may be open at once."""
+
+    def __init__(self, model: PreTrainedModel, listener: Listener) -> None:
+        self._listening = {id(module): functools.partial(listener, path) for path, module in model.named_modules()}
+        configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+        names = {config._attn_implementation for config in configs}
+        self._names = sorted(name for name in names if isinstance(name, str))
+
+    def __enter__(self) -> KVObserver:
+        with _lock:
+            for key, listen in self._listening.items():
+                _listeners.setdefault(key, []).append(listen)
+            for name in self._names:
+                _replace(name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with _lock:
+            for name in self._names:
+                _restore(name)
+            for key, listen in self._listening.items():
+                _listeners[key].remove(listen)
+                if not _listeners[key]:
+                    del _listeners[key]
+
+
+def _replace(name: str) -> None:
+    if not _users[name]:
+        _originals[name] = ALL_ATTENTION_FUNCTIONS.get(name)
+        ALL_ATTENTION_FUNCTIONS[name] = functools.partial(_attend, _originals[name])
+    _users[name] += 1
+
+
+def _restore(name: str) -> None:
+    _users[name] -= 1
+    if _users[name]:
+        return
+    original = _originals.pop(name)
+    ALL_ATTENTION_FUNCTIONS.pop(name)
+    if original is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not original:
+        ALL_ATTENTION_FUNCTIONS[name] = original
+
+
+def _attend(
+    original: Callable[..., Any] | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """Call the listeners, then the original attention function.
+
+    The table has no entry for eager attention: each model's file defines its own function.
+    """
+    for listen in _listeners.get(id(module), ()):
+        listen(key, value)
+    return (original or _eager(type(module)))(module, query, key, value, *args, **kw)
+
+
+def _eager(cls: type[nn.Module]) -> Callable[..., Any]:
+    for base in cls.__mro__:
+        function: Callable[..., Any] | None = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise UnsupportedTensorError(cls.__name__, "its file has no eager_attention_forward; load the model with sdpa")
 
 
 class Observer:
@@ -73,7 +159,7 @@ class Observer:
             for first, experts in zip(self._first_expert_slot, self.sites.experts, strict=True):
                 module = self.model.get_submodule(experts.path)
                 stack.callback(watch_experts(module, partial(self._observe_expert, first, len(experts.inner))))
-            stack.enter_context(KVTap(self.model, self._observe_kv))
+            stack.enter_context(KVObserver(self.model, self._observe_kv))
             self._open = stack.pop_all()
         return self
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.checkpoint.array_file import (
     ArrayContent,
     ArrayFile,

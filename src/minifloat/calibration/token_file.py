@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat._version import __version__
-from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.stats import ModelIdentity
 from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, numpy_arrays, read_arrays, write_arrays
 from minifloat.checkpoint.schema import any_object, exact_fields, integer, map_of, or_null, text
 from minifloat.errors import StatsError

@@ -1,11 +1,11 @@
 """Checkpoints on disk: a lazy, validating reader of safetensors and a transactional, resumable writer.
 
-`tensors`, `header` and `index` implement the file format; `layout` knows the names of a model folder's files; `files`
-and `reader` read; `shard` (one file), `journal`, `lock` and `writer` (the transaction) write; `job` and `rewrite` hold
-the code that `quantize` and `convert` share. The package uses numpy and the standard library and imports no torch.
+`header` and `tensors` implement the file format; `layout` knows the names of a model folder's files; `reader` reads;
+`shard` (one file), `journal` and `writer` (the transaction) write; `rewrite` is what `quantize` and `convert` share;
+`array_file` holds arrays that are no weights. The package uses numpy and the standard library and imports no torch.
 """
 
-from minifloat.checkpoint.index import encode_index
+from minifloat.checkpoint.header import encode_index
 from minifloat.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.shard import ShardWriter

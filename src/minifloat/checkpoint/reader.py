@@ -35,8 +35,7 @@ from minifloat.checkpoint.files import (
     resolve_inside,
     storage_errors,
 )
-from minifloat.checkpoint.header import ShardHeader, read_header
-from minifloat.checkpoint.index import check_index, read_index, shard_names
+from minifloat.checkpoint.header import ShardHeader, check_index, read_header, read_index, shard_names
 from minifloat.checkpoint.layout import (
     CONFIG_FILE,
     GGUF_HINT,

@@ -57,11 +57,11 @@ def calibrate(
     With --hessians, the folder *.hessians beside STATS serves GPTQ in every scheme without text. It takes half
     the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
     """
+    from minifloat.calibration.calibrate import calibrate as run_calibration
+    from minifloat.calibration.calibrate import own_text_path
     from minifloat.calibration.document import document
     from minifloat.calibration.result import held_out_path, require_free
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import calibrate as run_calibration
-    from minifloat.calibration.session import own_text_path
     from minifloat.calibration.summary import summarize
     from minifloat.commands.progress import progress_bar
     from minifloat.quantize.own_text import prepare_own_text

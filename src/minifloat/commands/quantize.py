@@ -232,10 +232,10 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         raise UsageError(
             f"{option}: with --data, static scales come from that text, after scales are folded; leave it out"
         )
+    from minifloat.calibration.calibrate import calibrate
     from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
     from minifloat.calibration.options import CalibrateOptions
     from minifloat.calibration.result import Calibration
-    from minifloat.calibration.session import calibrate
     from minifloat.quantize.own_text import prepare_own_text
 
     if params.stats is not None:

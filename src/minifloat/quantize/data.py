@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from minifloat.calibration.data import Source, SourceLike
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.options import TextOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import DEFAULT_RULE
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import Override

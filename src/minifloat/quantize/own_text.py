@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from minifloat.calibration.calibrate import open_source
+from minifloat.calibration.calibrate import load_texts, open_source
 from minifloat.calibration.data import OWN_TEXT, CalibrationSet, SourceLike, as_sources
 from minifloat.calibration.options import CalibrateOptions, TextOptions
 from minifloat.calibration.own_text import ShortMemoryError
-from minifloat.calibration.session import load_texts
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.layouts.decoded import DecodedCheckpoint

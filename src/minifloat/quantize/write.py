@@ -19,15 +19,16 @@ import numpy as np
 
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
-from minifloat.checkpoint.job import RewriteJob, record_check
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
     NEAREST,
     REPORT_FILE,
     ROUNDING,
+    RewriteJob,
     encode_json,
     fingerprint,
+    record_check,
     restart_notes,
     worker_pool,
     write_index,

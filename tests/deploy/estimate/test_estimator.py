@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from model_configs import DEEPSEEK_V3, LLAMA_70B
 
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import calibrate
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.estimate import ModelPlan, PlanOptions, SchemeEstimate, plan_model
 from minifloat.errors import (

@@ -14,10 +14,10 @@ from comparing import compare_models
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import calibrate
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.evaluate.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
 from minifloat.model.runtime.load import LoadOptions, load

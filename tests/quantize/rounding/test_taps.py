@@ -14,8 +14,7 @@ from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.errors import NonFiniteError
 from minifloat.model.runtime.load import load
 from minifloat.quantize.rounding.stages import Residual, Stage
-from minifloat.quantize.rounding.stored_readings import StoredReadings
-from minifloat.quantize.rounding.taps import LayerTaps, Reading, pair
+from minifloat.quantize.rounding.taps import LayerTaps, Reading, StoredReadings, pair
 
 TEXT = make_text(3, 30)
 

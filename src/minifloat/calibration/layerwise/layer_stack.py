@@ -1,28 +1,142 @@
-"""`LayerStack`: a model whose decoder layers are loaded and run one at a time.
-
-Calibration observes each layer, and `minifloat.quantize.rounding` quantizes each layer; both walk over the same stack.
-"""
+"""`LayerStack`: a model whose decoder layers are loaded and run one at a time, within a memory limit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat._version import __version__
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.layerwise.calls import Capture, LayerCall, find_layers
+from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError, find_layers
 from minifloat.calibration.layerwise.storage import ArgumentPool
-from minifloat.calibration.layerwise.weights import PartialWeights
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint.files import storage_errors
+from minifloat.errors import UsageError
 from minifloat.model.runtime.load import Loader
+from minifloat.model.runtime.names import Assignment
+from minifloat.model.runtime.tensors import TORCH_DTYPES
+
+
+class PartialWeights:
+    """Reads the weights of one part of a model at a time, and drops them after use."""
+
+    def __init__(self, loader: Loader, path: str, max_memory: int | None) -> None:
+        self._loader, self._path, self._max_memory = loader, path, max_memory
+        layers = loader.model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        self._layers = layers
+        self._by_layer: list[list[Assignment]] = [[] for _ in layers]
+        self._by_module: dict[str, list[Assignment]] = {}
+        for assignment in loader.assignments():
+            owner = assignment.target.rpartition(".")[0]
+            if owner.startswith(f"{path}."):
+                index = int(owner[len(path) + 1 :].partition(".")[0])
+                self._by_layer[index].append(assignment)
+            else:
+                self._by_module.setdefault(owner, []).append(assignment)
+        sizes = [self._size(assignments) for assignments in self._by_layer]
+        largest = sizes.index(max(sizes))
+        self._require_room(f"{path}.{largest}", sizes[largest])
+
+    @contextmanager
+    def before_layers(self) -> Iterator[None]:
+        """Load the weights of modules outside of the layers when the model first calls each module.
+
+        Weights that are not needed before the layers (lm_head, a vision tower) are therefore never read. The call
+        raises `UsageError` if the weights do not fit, and `LayersNotSeparableError` if the checkpoint lacks them.
+        """
+        placed: list[str] = []
+        with ExitStack() as stack:
+            for path, module in self._loader.model.named_modules():
+                if path == self._path or path.startswith(f"{self._path}.") or not module._parameters:
+                    continue
+                stack.callback(self._restore, path, dict(module._parameters))
+                stack.callback(module.register_forward_pre_hook(partial(self._fill, path, placed)).remove)
+            yield
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """Load the weights of a layer, and empty the layer afterwards."""
+        layer: nn.Module = self._layers[index]
+        empty = [(module, dict(module._parameters), dict(module._buffers)) for module in layer.modules()]
+        try:
+            self.fill(index)
+            _require_filled(f"{self._path}.{index}", layer.named_parameters())
+            yield layer
+        finally:
+            for module, parameters, buffers in empty:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+    def fill(self, index: int) -> None:
+        """Read the weights of a layer from the checkpoint into its parameters, which become new tensors."""
+        for assignment in self._by_layer[index]:
+            self._loader.place(assignment)
+
+    def assignments(self, index: int) -> list[Assignment]:
+        """Return where in a layer each of its tensors goes."""
+        return self._by_layer[index]
+
+    def _fill(self, path: str, placed: list[str], module: nn.Module, _: Any) -> None:
+        if path in placed:
+            return
+        placed.append(path)
+        needed = [assignment for name in placed for assignment in self._by_module.get(name, ())]
+        self._require_room(f"the part of the model before the layers ({', '.join(placed)})", self._size(needed))
+        for assignment in self._by_module.get(path, ()):
+            self._loader.place(assignment)
+        self._tie(path, module, placed)
+        _require_filled(path, module._parameters.items())
+
+    def _tie(self, path: str, module: nn.Module, placed: list[str]) -> None:
+        """Fill the parameters of a module that the config ties to those of another module."""
+        for leaf, parameter in module._parameters.items():
+            source = self._loader.model.all_tied_weights_keys.get(f"{path}.{leaf}")
+            if parameter is not None and parameter.is_meta and source is not None:
+                owner, _, name = source.rpartition(".")
+                self._fill(owner, placed, self._loader.model.get_submodule(owner), None)
+                module._parameters[leaf] = self._loader.model.get_submodule(owner)._parameters[name]
+
+    def _restore(self, path: str, empty: dict[str, nn.Parameter | None]) -> None:
+        self._loader.model.get_submodule(path)._parameters.update(empty)
+
+    def _size(self, assignments: list[Assignment]) -> int:
+        """Return the bytes of the parameters, plus those of the largest set of tensors to convert at a time."""
+        tensors, parameter_bytes, converted_bytes = self._loader.checkpoint.tensors, 0, 0
+        for assignment in assignments:
+            dtype = self._loader.dtype_of(assignment.target)
+            infos = [tensors[source] for source in assignment.sources if source in tensors]
+            parameter_bytes += sum(info.nbytes // TORCH_DTYPES[info.dtype].itemsize for info in infos) * dtype.itemsize
+            if assignment.converter is not None or any(TORCH_DTYPES[info.dtype] != dtype for info in infos):
+                converted_bytes = max(converted_bytes, sum(info.nbytes for info in infos))
+        return parameter_bytes + converted_bytes
+
+    def _require_room(self, part: str, size: int) -> None:
+        if self._max_memory is not None and size > self._max_memory:
+            raise UsageError(
+                f"{part} needs {_mib(size)} for its weights, more than the {_mib(self._max_memory)} that are "
+                f"allowed; layers are calibrated one at a time and cannot be divided: allow at least {_mib(size)}"
+            )
+
+
+def _require_filled(path: str, parameters: Any) -> None:
+    for name, parameter in parameters:
+        if parameter is not None and parameter.is_meta:
+            raise LayersNotSeparableError(f"{path}.{name} has no tensor of its own")
+
+
+def _mib(size: int) -> str:
+    """Return a number of bytes in MiB, rounded up."""
+    return f"{-(-size // 2**20):,} MiB"
 
 
 class LayerStack:

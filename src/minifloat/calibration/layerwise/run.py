@@ -17,12 +17,11 @@ from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, OpenLayer
 from minifloat.calibration.layerwise.work_folder import LayerWork
-from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.model import CalibrationModel, calibrate_whole, check_data
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import STATS_FORMAT, decode_stats, encode_stats
-from minifloat.calibration.whole import calibrate_whole, check_data
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minifloat.checkpoint.header import read_index, shard_names
 from minifloat.checkpoint.hub.errors import hub_errors
 from minifloat.checkpoint.hub.ids import Origin, hub_id
-from minifloat.checkpoint.index import read_index, shard_names
 from minifloat.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SIDECAR_FOLDER, SINGLE_FILE
 
 _LOG = logging.getLogger(__name__)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
 from minifloat.checkpoint.files import list_folder, resolve_folder
-from minifloat.checkpoint.header import ShardHeader, check_header, read_header
+from minifloat.checkpoint.header import ShardHeader, check_header, read_header, read_index, shard_names
 from minifloat.checkpoint.hub.errors import hub_errors
 from minifloat.checkpoint.hub.fetch import HubModel
 from minifloat.checkpoint.hub.ids import hub_id
-from minifloat.checkpoint.index import read_index, shard_names
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.errors import HubError
 

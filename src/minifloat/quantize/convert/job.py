@@ -18,13 +18,14 @@ from typing import Any
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
 from minifloat.checkpoint.hub import model_folder
-from minifloat.checkpoint.job import RewriteJob, record_check
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
     REPORT_FILE,
+    RewriteJob,
     encode_json,
     fingerprint,
+    record_check,
     refuse_inside,
     restart_notes,
     worker_pool,

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from minifloat.calibration.calibrate import open_source
 from minifloat.calibration.data import CalibrationSet, SourceLike
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, OpenLayer
 from minifloat.calibration.layerwise.work_folder import LayerWork
-from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.model import CalibrationModel, check_data
 from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
-from minifloat.calibration.whole import check_data
+from minifloat.calibration.stats import ModelIdentity
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.files import storage_errors, sync_folder
@@ -44,8 +43,7 @@ from minifloat.quantize.rounding.saved import (
 from minifloat.quantize.rounding.slots import SlotRows, own_statistics
 from minifloat.quantize.rounding.stages import Stage, find_stages
 from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, Rows, Sample, Statistics
-from minifloat.quantize.rounding.stored_readings import StoredReadings
-from minifloat.quantize.rounding.taps import LayerTaps, Reading, pair
+from minifloat.quantize.rounding.taps import LayerTaps, Reading, StoredReadings, pair
 
 #: Fewer tokens than this per input channel determine a Hessian badly.
 TOKENS_PER_CHANNEL = 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minifloat.quantize.rounding.stages import Stage
-from minifloat.quantize.rounding.stored_readings import StoredReadings
+from minifloat.quantize.rounding.taps import StoredReadings
 
 #: Rows of a sample of calibration text and of held-out text.
 _ROWS = {False: 1024, True: 512}

@@ -10,9 +10,8 @@ from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.work_folder import LayerWork
-from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.model import CalibrationModel, check_data
 from minifloat.calibration.options import CalibrateOptions
-from minifloat.calibration.whole import check_data
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError

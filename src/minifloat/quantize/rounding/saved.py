@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.stats import ModelIdentity
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import (
     Array,

@@ -13,10 +13,41 @@ from torch import Tensor, nn
 
 from minifloat.calibration.experts import Record, inner_inputs, watch_experts
 from minifloat.calibration.layerwise.calls import LayerCall
+from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.errors import NonFiniteError
 from minifloat.model.runtime.build import replace_forward
 from minifloat.quantize.rounding.stages import Stage, first_tensor
 from minifloat.quantize.rounding.statistics import Rows
+
+
+@dataclass(frozen=True)
+class _Place:
+    inputs: StoredTensor
+    slots: Tensor | None
+    tokens: Tensor | None
+    residual: StoredTensor | None
+
+
+class StoredReadings:
+    """Keeps the readings of each sequence in a file. The indices of experts stay in memory."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        self._places: dict[tuple[int, int], _Place] = {}
+
+    def keep(self, sequence: int, readings: Sequence[Reading]) -> None:
+        """Keep the readings of one sequence, one per stage."""
+        for stage, reading in enumerate(readings):
+            residual = None if reading.residual is None else self._file.append(reading.residual)
+            self._places[sequence, stage] = _Place(
+                self._file.append(reading.inputs), reading.slots, reading.tokens, residual
+            )
+
+    def read(self, sequence: int, stage: int) -> Reading:
+        """Return the reading of a stage for one sequence."""
+        place = self._places[sequence, stage]
+        residual = None if place.residual is None else self._file.read(place.residual)
+        return Reading(self._file.read(place.inputs), place.slots, place.tokens, residual)
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.calibration.attention import KVTap
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, OpenLayer
 from minifloat.calibration.layerwise.work_folder import LayerWork
 from minifloat.calibration.measure import head_amax
+from minifloat.calibration.observe import KVObserver
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
@@ -43,8 +43,7 @@ from minifloat.quantize.rounding.rounded_model import layer_content
 from minifloat.quantize.rounding.slots import SlotRows, slot_statistics
 from minifloat.quantize.rounding.stages import Stage, find_stages
 from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, Sample
-from minifloat.quantize.rounding.stored_readings import StoredReadings
-from minifloat.quantize.rounding.taps import LayerTaps, Reading, pair
+from minifloat.quantize.rounding.taps import LayerTaps, Reading, StoredReadings, pair
 
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
 #: sequences alone, through layers that are rounded to nearest.
@@ -221,7 +220,7 @@ class _LayerRun:
         """Run the quantized layer over the sequences of its stream, and record the ranges of K and V if asked to."""
         with ExitStack() as stack:
             if self.walk.options.kv_cache:
-                stack.enter_context(KVTap(self.model, self._observe_kv))
+                stack.enter_context(KVObserver(self.model, self._observe_kv))
             for number, place in self.quantized.items():
                 hidden = self.layer.hidden(place)
                 with nullcontext() if self.walk.options.kv_cache else self.closings.applied(number):

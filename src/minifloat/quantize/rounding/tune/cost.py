@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minifloat.calibration.memory import available_memory
+from minifloat.calibration.model import available_memory
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.architecture.roles import text_config
