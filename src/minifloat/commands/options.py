@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -68,30 +66,6 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes // factor}{name}"
 
 
-def pass_params(params_class: Callable[..., _Params]) -> Callable[[Callable[[_Params], None]], Callable[..., None]]:
-    """Pass a command's parameters as one dataclass, whose fields have the names of the parameters."""
-
-    def decorate(command: Callable[[_Params], None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def call(**values: Any) -> None:
-            command(params_class(**values))
-
-        return call
-
-    return decorate
-
-
-def stack(*decorators: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """Return one decorator that adds several options, which `--help` lists in the order given here."""
-
-    def decorate(command: _Command) -> _Command:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
-
-    return decorate
-
-
 def env_option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Command]:
     """Return a click option that can also be set by an environment variable: ``MINIFLOAT_PORT`` for ``--port``."""
     variable = "MINIFLOAT_" + name.removeprefix("--").replace("-", "_").upper()
@@ -138,49 +112,6 @@ def threads_option(default: str = "torch's") -> Callable[[_Command], _Command]:
     return click.option("--threads", type=COUNT, help=f"Threads to compute with.  [default: {default}]")
 
 
-def lm_head_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
-    """Return the option ``--lm-head``."""
-    decorator: Callable[[_Command], _Command] = option(
-        "--lm-head",
-        type=click.Choice(["auto", "bf16", "fp8"]),
-        default="auto",
-        show_default=True,
-        help=f"Output layer of {of}. auto: fp8 beside weights rounded to nearest MXFP4, else bf16: as stored.",
-    )
-    return decorator
-
-
-def activations_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
-    """Return the option ``--activations`` of commands that load a model without the engine."""
-    help_text = f"int8: round the inputs of {of}'s linears where that is faster: less exact prompts and batches."
-    return _activations(["bf16", "int8"], help_text, option)
-
-
-def engine_activations_option(
-    of: str = "MODEL", option: Callable[..., Any] = click.option
-) -> Callable[[_Command], _Command]:
-    """Return the option ``--activations`` of commands that run the engine; arguments as `activations_option`."""
-    help_text = (
-        f"Inputs of {of}'s linears, for prompts and batches. int8 (CPU), fp8 (GPU): rounded, faster, less exact. auto: "
-        "fp8 on a GPU where the checkpoint declares it, else bf16."
-    )
-    return _activations(["auto", "bf16", "int8", "fp8"], help_text, option)
-
-
-def _activations(choices: list[str], help_text: str, option: Callable[..., Any]) -> Callable[[_Command], _Command]:
-    decorator: Callable[[_Command], _Command] = option(
-        "--activations", type=click.Choice(choices), default=choices[0], show_default=True, help=help_text
-    )
-    return decorator
-
-
-def deterministic_option(option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
-    """Return the flag ``--deterministic``; `option`: `click.option` or `env_option`."""
-    help_text = "The same bits whatever else runs: batch, chunks, cache, drafts, threads (CPU; slower prompts)."
-    decorator: Callable[[_Command], _Command] = option("--deterministic", is_flag=True, help=help_text)
-    return decorator
-
-
 #: Of `--speculate`, which is "self" without a value.
 SPECULATE = {"is_flag": False, "flag_value": "self"}
 
@@ -191,31 +122,6 @@ def use_threads(threads: int | None) -> None:
         from minifloat.kernels.threads import set_threads
 
         set_threads(threads)
-
-
-@dataclass(frozen=True)
-class WritingParams:
-    """Parameters of a command that writes a checkpoint.
-
-    Attributes:
-        workers: Threads; None: one per core, at most 8.
-    """
-
-    workers: int | None
-    overwrite: bool
-    verbose: bool
-    quiet: bool
-    as_json: bool
-
-
-#: The options of `WritingParams`.
-writing_options = stack(
-    click.option("--workers", type=COUNT, help="Threads.  [default: one per core, at most 8]"),
-    click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, once the new checkpoint is complete."),
-    verbose_option(),
-    click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors."),
-    json_option(),
-)
 
 
 def print_json(report: Report | Mapping[str, Any]) -> None:

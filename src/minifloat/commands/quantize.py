@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,59 +15,24 @@ from minifloat.commands.options import (
     MODEL,
     POSITIVE,
     SIZE,
-    WritingParams,
     complete_scheme,
-    device_option,
-    pass_params,
+    json_option,
     print_json,
     revision_option,
-    writing_options,
+    verbose_option,
 )
+from minifloat.commands.options_from import build, options_from
 from minifloat.commands.report import draw_report, no_report_option
 from minifloat.errors import UsageError
+from minifloat.model.plan.overrides import KEEP
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
+from minifloat.quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from minifloat.calibration.result import Calibration
     from minifloat.checkpoint.progress import Progress
     from minifloat.quantize.data import DataOptions
-    from minifloat.quantize.options import QuantizeOptions
     from minifloat.quantize.rounding.budget.target import Budget
-
-
-@dataclass(frozen=True)
-class QuantizeParams(WritingParams):
-    """The parameters of `quantize`, named as its options."""
-
-    model: str
-    out: Path
-    revision: str | None
-    scheme: str | None
-    layout: str | None
-    override: tuple[str, ...]
-    exclude: tuple[str, ...]
-    stats: Path | None
-    sources: tuple[str, ...]
-    data: tuple[str, ...]
-    method: str | None
-    no_fold: bool
-    target_bits: float | None
-    target_bytes: int | None
-    max_kl: float | None
-    calibration_samples: int | None
-    calibration_seq_len: int | None
-    calibration_seed: int
-    rule: str
-    max_saturation: float | None
-    kv_cache: str | None
-    from_quantized: bool
-    target: str | None
-    base_model: str | None
-    mtp: bool
-    allow_partial: bool
-    no_report: bool
-    device: str
-    dry_run: bool
 
 
 def _scheme_help() -> str:
@@ -84,11 +49,6 @@ def _scheme_help() -> str:
     metavar="NAME",
     help=f"What to quantize to; with a budget the cheapest format.  [default: {DEFAULT_SCHEME}; mxfp4 with a budget]",
 )
-@click.option(
-    "--layout",
-    metavar="NAME",
-    help="compressed-tensors, fp8 (DeepSeek) or gpt-oss.  [default: gpt-oss for its experts in mxfp4, else the first]",
-)
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="For modules that match; the last wins.")
 @click.option(
     "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
@@ -97,9 +57,6 @@ def _scheme_help() -> str:
 @click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Choose codes with this text, or with text of the model: self."
-)
-@click.option(
-    "--method", metavar="NAME", help="How codes are chosen: nearest, gptq, match or tune.  [default: match with --data]"
 )
 @click.option(
     "--target-bits", type=POSITIVE, metavar="BITS", help="Mix formats within these bits per weight; needs --data."
@@ -117,23 +74,20 @@ def _scheme_help() -> str:
 @click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
-@click.option(
-    "--from-quantized", is_flag=True, help="MODEL is quantized already: decode it and quantize its values again."
+@options_from(
+    QuantizeOptions,
+    without=("overrides", "budget", "kv_cache", "impl", "revision"),
+    layout={"metavar": "NAME"},
+    method={"metavar": "NAME"},
+    target={"metavar": "ENGINE:HARDWARE[:tpN]"},
+    base_model={"metavar": "ID"},
 )
-@click.option(
-    "--target",
-    metavar="ENGINE:HARDWARE[:tpN]",
-    help="Refuse what will not load there, e.g. vllm:h100:tp4; the default scheme becomes one that does.",
-)
-@click.option("--base-model", metavar="ID", help="For the model card: the hub id of MODEL, if MODEL is a folder.")
-@click.option("--mtp", is_flag=True, help="Quantize layers of multi-token prediction too, which are kept otherwise.")
-@click.option("--allow-partial", is_flag=True, help="Accept that less than half of the linear weights is quantized.")
 @no_report_option()
-@device_option("Where to cast: cpu, cuda or cuda:N.")
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and which engines load it; write nothing.")
-@writing_options
-@pass_params(QuantizeParams)
-def quantize(params: QuantizeParams) -> None:
+@verbose_option()
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@json_option()
+def quantize(**values: Any) -> None:
     """Quantize the checkpoint MODEL, a folder or a model of the hub, into the new folder OUT.
 
     Weights are streamed: memory stays small whatever the size of the model. A run that is interrupted, even killed,
@@ -145,6 +99,7 @@ def quantize(params: QuantizeParams) -> None:
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.report import terminal
 
+    params = SimpleNamespace(**values)
     if params.dry_run:
         _preview(params)
         return
@@ -170,7 +125,7 @@ def quantize(params: QuantizeParams) -> None:
         click.echo(hint)
 
 
-def _preview(params: QuantizeParams) -> None:
+def _preview(params: SimpleNamespace) -> None:
     """Print what would be written; exit with status 2 if the disk has no room for it."""
     from minifloat.calibration.result import Calibration
     from minifloat.quantize.document import preview_document
@@ -196,30 +151,19 @@ def _preview(params: QuantizeParams) -> None:
         sys.exit(2)
 
 
-def _options(params: QuantizeParams, method: str | None = None) -> QuantizeOptions:
+def _options(params: SimpleNamespace, method: str | None = None) -> QuantizeOptions:
     """Return the options of the run and of the dry run."""
-    from minifloat.model.plan.overrides import KEEP
-    from minifloat.quantize.options import QuantizeOptions
-
-    return QuantizeOptions(
-        layout=params.layout,
+    return build(
+        QuantizeOptions,
+        vars(params),
         overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
         method=method,
         budget=_budget(params),
         kv_cache=params.kv_cache is not None,
-        from_quantized=params.from_quantized,
-        target=params.target,
-        mtp=params.mtp,
-        allow_partial=params.allow_partial,
-        device=params.device,
-        workers=params.workers,
-        overwrite=params.overwrite,
-        revision=params.revision,
-        base_model=params.base_model,
     )
 
 
-def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:
+def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibration | None:
     """Return the activation statistics to take scales from: those of ``--stats``, or collected now; None: none."""
     if _takes_hessians(params) or (params.stats is None and not params.sources):
         if params.max_saturation is not None:
@@ -254,7 +198,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
     return calibrate(params.model, params.sources, options, progress=progress)
 
 
-def _budget(params: QuantizeParams) -> Budget | None:
+def _budget(params: SimpleNamespace) -> Budget | None:
     """Return the budget of ``--target-bits``, ``--target-bytes`` or ``--max-kl``; None without them."""
     if params.target_bits is None and params.target_bytes is None and params.max_kl is None:
         return None
@@ -263,14 +207,14 @@ def _budget(params: QuantizeParams) -> Budget | None:
     return Budget(bits=params.target_bits, nbytes=params.target_bytes, max_kl=params.max_kl)
 
 
-def _takes_hessians(params: QuantizeParams) -> bool:
+def _takes_hessians(params: SimpleNamespace) -> bool:
     """Return whether codes come from the Hessians beside the file of ``--stats``."""
     return (
         params.stats is not None and not params.data and not params.sources and params.method not in (None, "nearest")
     )
 
 
-def _data(params: QuantizeParams) -> DataOptions | None:
+def _data(params: SimpleNamespace) -> DataOptions | None:
     """Return the text of ``--data``, or the Hessians of ``--stats``, and the method; None without both."""
     if not params.data and not _takes_hessians(params):
         if params.no_fold:

@@ -1,11 +1,16 @@
-"""`QuantizeOptions`: what `quantize_checkpoint` and `preview_quantization` take beside models, text and statistics."""
+"""What `quantize_checkpoint`, `preview_quantization` and `convert_checkpoint` take beside models, text and statistics.
+
+Imports nothing heavy, so that commands can list the options.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minifloat.engine.options import Dtype
 from minifloat.model.plan.overrides import Override
+from minifloat.numerics.ranges import Count, check_fields
 from minifloat.quantize.rounding.budget.target import Budget
 
 
@@ -14,24 +19,24 @@ class QuantizeOptions:
     """How a checkpoint is quantized.
 
     Attributes:
-        layout: A name of `layouts.WRITERS`; by default compressed-tensors, and for gpt-oss in MXFP4 its own.
+        layout: compressed-tensors, fp8 (DeepSeek) or gpt-oss; None: gpt-oss for its experts in mxfp4, else the first.
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last override that matches a module decides.
-        method: A name of `minifloat.quantize.rounding.methods.METHODS`; by default ``"match"`` with data.
+        method: How codes are chosen: nearest, gptq, match or tune; None: match with data, else nearest.
         budget: Bits, bytes or KL divergence within which the formats of fused groups of weights are chosen; needs
             data. `overrides` keep the format of the modules that they match.
-        kv_cache: Write scales of an FP8 KV cache; needs activation statistics or data.
-        from_quantized: The source is quantized already. It is decoded row by row, and errors are against its
-            dequantized values. Weights that it stores in the format of the scheme keep their codes and scales.
-        target: Where the output is to run, as in ``"vllm:h100:tp4"``; a checkpoint that would not load is an error.
-        mtp: Quantize layers of multi-token prediction too, which are kept otherwise.
-        allow_partial: Accept that less than half of the linear weights is quantized, which is an error otherwise.
-        device: Where weights are cast: "cpu", "cuda" or "cuda:N". The output is the same, bit for bit; the sums of
-            errors in the report differ by the order of summation.
+        kv_cache: Whether to write scales of an FP8 KV cache; needs activation statistics or data.
+        from_quantized: Whether to decode a source that is quantized already, row by row, and quantize its values again.
+            Weights that it stores in the format of the scheme keep their codes and scales.
+        target: Refuse what will not load there, e.g. vllm:h100:tp4; the default scheme becomes one that does.
+        mtp: Whether to quantize layers of multi-token prediction too, which are kept otherwise.
+        allow_partial: Whether to accept that less than half of the linear weights is quantized.
+        device: Where to cast: cpu, cuda or cuda:N. The output is the same, bit for bit; the sums of errors in the
+            report differ by the order of summation.
         impl: Implementation of the cast: "auto", "cpu", "reference" or "triton"; CUDA devices run "triton".
-        workers: Threads; by default one per core that this process may use, at most 8.
-        overwrite: Replace an existing destination, at the end.
-        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
-        base_model: For the model card: the source's id on the hub, where the source is a folder.
+        workers: Threads; None: one per core, at most 8.
+        overwrite: Whether to replace the destination if it exists, once the new checkpoint is complete.
+        revision: Branch, tag or commit of a model of the hub.
+        base_model: For the model card: the source's id on the hub, if the source is a folder.
     """
 
     layout: str | None = None
@@ -45,10 +50,13 @@ class QuantizeOptions:
     allow_partial: bool = False
     device: str = "cpu"
     impl: str = "auto"
-    workers: int | None = None
+    workers: Count | None = None
     overwrite: bool = False
     revision: str | None = None
     base_model: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def parsed_overrides(self) -> list[Override]:
         """Return the overrides, those that are text parsed."""
@@ -56,3 +64,27 @@ class QuantizeOptions:
 
 
 DEFAULT_OPTIONS = QuantizeOptions()
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How a quantized checkpoint is converted.
+
+    Attributes:
+        dequantize: Whether to write plain weights in place of codes and scales.
+        dtype: Dtype of plain weights; None: that of config.json.
+        allow_rounding: Whether to round NVFP4 scales whose reciprocal, which some layouts store, is no float32.
+        workers: Threads; None: one per core, at most 8.
+        overwrite: Whether to replace the destination if it exists, once the new checkpoint is complete.
+        revision: Branch, tag or commit of a model of the hub.
+    """
+
+    dequantize: bool = False
+    dtype: Dtype | None = None
+    allow_rounding: bool = False
+    workers: Count | None = None
+    overwrite: bool = False
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -5,7 +5,8 @@ job.py, stream.py, values.py                 the run: tensors stream into a new 
 report.py, card.py                           the report on every tensor, and the model card
 """
 
-from minifloat.quantize.convert.job import ConvertOptions, convert_checkpoint
+from minifloat.quantize.convert.job import convert_checkpoint
 from minifloat.quantize.convert.report import ConvertedTensor, ConvertReport
+from minifloat.quantize.options import ConvertOptions
 
 __all__ = ["ConvertOptions", "ConvertReport", "ConvertedTensor", "convert_checkpoint"]

@@ -45,42 +45,18 @@ from minifloat.quantize.convert.layout_plan import make_layout_plan
 from minifloat.quantize.convert.plan import Change, Conversion, ConvertPlan
 from minifloat.quantize.convert.report import TENSOR_ROW, ConvertedTensor, ConvertReport
 from minifloat.quantize.convert.stream import run_conversion
+from minifloat.quantize.options import ConvertOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import copy_digest
 
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    """How a quantized checkpoint is converted.
-
-    Attributes:
-        dequantize: Write decoded weights in place of codes and scales.
-        dtype: With `dequantize`: "bfloat16", "float16" or "float32"; by default that of config.json.
-        allow_rounding: Round the reciprocals of global scales of NVFP4, which some layouts store, where float32 cannot
-            hold them exactly.
-        workers: Threads; by default one per core that this process may use, at most 8.
-        overwrite: Replace an existing destination, at the end.
-        revision: Branch, tag or commit of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
-    """
-
-    dequantize: bool = False
-    dtype: str | None = None
-    allow_rounding: bool = False
-    workers: int | None = None
-    overwrite: bool = False
-    revision: str | None = None
-
-
-_DEFAULT_OPTIONS = ConvertOptions()
-
-
 def convert_checkpoint(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     layout: str | None = None,
-    options: ConvertOptions = _DEFAULT_OPTIONS,
+    options: ConvertOptions | None = None,
     *,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
@@ -109,6 +85,7 @@ def convert_checkpoint(
         TensorError: A tensor holds NaN or Inf; it is named and nothing is left behind.
         StorageError: The system refused to read or write; the work folder stays, and the same call continues.
     """
+    options = options or ConvertOptions()
     started = time.perf_counter()
     if (layout is None) != options.dequantize:
         raise UsageError("give either a layout to convert to, or dequantize")

@@ -1,27 +1,40 @@
-"""The kernel classes that vLLM's tables hold: which layers they take, what they do after loading and in a step.
+"""The kernel classes that vLLM's tables hold, and what replaces vLLM's classes where it has no table.
 
 All of them are weight-only: inputs stay in 16 bits, as `minifloat serve` leaves them on a CPU, also where a checkpoint
-declares that inputs are quantized.
+declares that inputs are quantized. BF16 linears are replaced only where that was measured to be faster: x86 with
+AVX-512 BF16 instructions and without AMX.
 
-Source: vLLM 0.32.0, `model_executor/kernels/linear`, whose classes these implement.
+Source: vLLM 0.32.0, `model_executor/kernels/linear`, `compressed_tensors.py: _get_scheme_from_parts`, `w8a8_utils.py:
+requantize_with_max_scale`, `custom_op.py: PluggableLayer`, `layers/linear.py: UnquantizedLinearMethod`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
+from vllm import envs
 from vllm.logger import init_logger
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
     MxFp4LinearKernel,
-    MxFp4LinearLayerConfig,
     Mxfp8LinearKernel,
     Mxfp8LinearLayerConfig,
     NvFp4LinearKernel,
     NvFp4LinearLayerConfig,
 )
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A4Fp4,
+    CompressedTensorsW8A16Fp8,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
 from minifloat.kernels import native, threads
@@ -45,6 +58,11 @@ class WeightOnly:
         """Return whether the kernel runs here, and why not."""
         return (True, None) if current_platform.is_cpu() else (False, "requires a CPU.")
 
+    @classmethod
+    def can_implement(cls, _: Any) -> Answer:
+        """Return whether the kernel multiplies the weights of a layer, and why not."""
+        return True, None
+
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
         """Return ``x @ weight.T + bias``: ``[..., K]`` to ``[..., N]``."""
         return packed.multiply(layer, x, bias)
@@ -64,7 +82,6 @@ class MinifloatFp8LinearKernel(WeightOnly, FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
-        """Return whether the kernel multiplies the weights of a layer, and why not."""
         if c.input_dtype not in DTYPES or c.out_dtype != c.input_dtype:
             return False, f"has no inputs in {c.input_dtype} and outputs in {c.out_dtype}"
         group = c.weight_quant_key.scale.group_shape
@@ -97,14 +114,12 @@ class MinifloatMxfp8LinearKernel(WeightOnly, Mxfp8LinearKernel):
 
     @classmethod
     def can_implement(cls, c: Mxfp8LinearLayerConfig) -> Answer:
-        """Return whether the kernel multiplies the weights of a layer, and why not."""
         if c.bmm_batch_size is not None:
             return False, "has no batched products"
         reason = why_not(packed.MXFP8, tuple(c.weight_shape), "cpu")
         return not reason, reason or None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weight."""
         self.announce()
         packed.hold(layer, packed.mxfp8(layer.weight.data, layer.weight_scale.data))
 
@@ -112,24 +127,13 @@ class MinifloatMxfp8LinearKernel(WeightOnly, Mxfp8LinearKernel):
 class MinifloatMxfp4LinearKernel(WeightOnly, MxFp4LinearKernel):
     """MXFP4: E2M1 with an E8M0 scale per 32 elements."""
 
-    @classmethod
-    def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
-        """Return that the kernel multiplies every layer."""
-        return True, None
-
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weight."""
         self.announce()
         packed.hold(layer, packed.mxfp4(layer.weight.data, layer.weight_scale.data))
 
 
 class MinifloatNvfp4LinearKernel(WeightOnly, NvFp4LinearKernel):
     """NVFP4: E2M1 with an E4M3 scale per 16 elements and a float32 scale per tensor."""
-
-    @classmethod
-    def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
-        """Return that the kernel multiplies every layer."""
-        return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight; vLLM has inverted the scale of the tensor, so that it multiplies."""
@@ -147,3 +151,122 @@ TABLES: dict[str, type] = {
     "_POSSIBLE_MXFP4_KERNELS": MinifloatMxfp4LinearKernel,
     "_POSSIBLE_NVFP4_KERNELS": MinifloatNvfp4LinearKernel,
 }
+
+
+class WeightOnlyNvfp4(CompressedTensorsW4A4Fp4):
+    """NVFP4 with 16-bit inputs, multiplied by our kernel."""
+
+    def __init__(self) -> None:
+        self.use_a16 = True
+        self.group_size = 16
+        self.kernel = MinifloatNvfp4LinearKernel(NvFp4LinearLayerConfig())
+        _LOG.info_once("Using %s for NVFP4 GEMM", MinifloatNvfp4LinearKernel.__name__)  # as vLLM does
+
+
+class MinifloatCompressedTensorsConfig(CompressedTensorsConfig):
+    """vLLM's config of compressed-tensors, with other schemes where vLLM decides before it looks into a table.
+
+    - NVFP4 with 16-bit inputs: vLLM asks for Marlin, which needs a GPU.
+    - FP8 per tensor with quantized inputs: vLLM rounds the weights of fused layers again, to one scale, by an operator
+      that its build for CPUs does not have. Its own scheme for 16-bit inputs keeps each scale.
+    """
+
+    def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_nvfp4_format(weight_quant) and input_quant is None:
+            return WeightOnlyNvfp4()
+        per_tensor = weight_quant.strategy == QuantizationStrategy.TENSOR
+        if per_tensor and weight_quant.num_bits == 8 and self._is_fp8_w8a8(weight_quant, input_quant):
+            return CompressedTensorsW8A16Fp8(weight_quant, is_static_input_scheme=not input_quant.dynamic)
+        return super()._get_scheme_from_parts(weight_quant, input_quant, *args, **kwargs)
+
+
+#: Layers whose BF16 weights are packed after loading, where vLLM gives them to oneDNN.
+LAYERS: tuple[type, ...] = (
+    linear.ReplicatedLinear,
+    linear.ColumnParallelLinear,
+    linear.MergedColumnParallelLinear,
+    linear.QKVParallelLinear,
+    linear.RowParallelLinear,
+    vocab_parallel_embedding.VocabParallelEmbedding,
+    vocab_parallel_embedding.ParallelLMHead,
+)
+
+
+class MinifloatBf16LinearMethod(UnquantizedLinearMethod):
+    """vLLM's method for unquantized linears, with packed weights."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the weight, if it is a BF16 matrix that is only multiplied."""
+        if packed.is_read_elsewhere(layer) or not packed.is_bf16_matrix(layer.weight):
+            super().process_weights_after_loading(layer)
+            return
+        _LOG.info_once("Using %s for BF16 GEMM", type(self).__name__)
+        packed.hold(layer, layer.weight.data)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if packed.is_held(layer):
+            return packed.multiply(layer, x, bias)
+        theirs: Tensor = super().apply(layer, x, bias)
+        return theirs
+
+
+class MinifloatBf16EmbeddingMethod(UnquantizedEmbeddingMethod):
+    """vLLM's method for unquantized embeddings and output layers; the table of an output layer is packed beside it.
+
+    An embedding may be an output layer too. Its table is packed when it is first multiplied, so that an embedding which
+    is none needs no second copy.
+    """
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leave a BF16 table as it is."""
+        if not packed.is_bf16_matrix(layer.weight):
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not packed.is_bf16_matrix(layer.weight):
+            theirs: Tensor = super().apply(layer, x, bias)
+            return theirs
+        if not packed.is_held(layer):
+            packed.hold(layer, layer.weight.data, keep=True)
+        return packed.multiply(layer, x, bias)
+
+
+_METHODS: dict[type, type] = {
+    UnquantizedLinearMethod: MinifloatBf16LinearMethod,
+    UnquantizedEmbeddingMethod: MinifloatBf16EmbeddingMethod,
+}
+
+
+def why_not_bf16() -> str:
+    """Return why BF16 layers are left to vLLM; empty if they are replaced."""
+    if MinifloatBf16LinearMethod.__name__ in envs.VLLM_DISABLED_KERNELS:
+        return "VLLM_DISABLED_KERNELS says so"
+    if torch.cpu._is_amx_tile_supported():
+        return "the processor has AMX, which vLLM uses and minifloat does not"
+    if native.isa() != "avx512_bf16":
+        return f"minifloat's kernels for {native.isa()} were not compared with vLLM's"
+    return ""
+
+
+def replace_bf16_layers() -> None:
+    """Replace the classes of vLLM's layers, except those that another plugin has replaced."""
+    for layer in LAYERS:
+        if layer.__name__ not in op_registry_oot:
+            PluggableLayer.register_oot(name=layer.__name__)(_packing(layer))
+
+
+def _packing(layer: Any) -> type:
+    """Return a subclass of a layer that packs an unquantized weight."""
+
+    class Packing(layer):
+        quant_method: Any
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            method = _METHODS.get(type(self.quant_method))
+            if method is not None:
+                self.quant_method = method()
+
+    Packing.__name__ = Packing.__qualname__ = f"Minifloat{layer.__name__}"
+    Packing.__doc__ = layer.__doc__
+    return Packing
