@@ -6,14 +6,13 @@ thread of its own for a server.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -62,6 +61,10 @@ _PROMPT_TOKENS_BESIDE = 40
 _PROMPT_TOKENS_BESIDE_ON_GPU = 256
 #: Seconds that a step waits if all its sequences wait for their grammars.
 _IDLE_SECONDS = 0.02
+
+
+#: Numbers in the ids of requests that the engine makes itself.
+_UNIQUE = itertools.count()
 
 
 class Engine:
@@ -290,30 +293,42 @@ class Engine:
         with current(self._device):
             started = time.perf_counter()
             deliveries = self._resume()
-            step, self._next = self._next, None
-            if step is None or step.is_stale:
-                step = self._launch(self._scheduler.schedule())
-            if self._runner.on_device:
-                self._next = launch_next(self._runner, step, self._scheduler.next_step)
-            choices, now = step.wait(), time.monotonic()
-            items = [item for item in step.items if item.sequence.state is State.RUNNING]
-            self._scheduler.computed(items)
-            deliveries += [self._fail(name, error) for name, error in step.failures.items()]
-            deliveries += [self._scored(item.sequence) for item in items if item.ends_scoring]
-            for sequence, chosen in zip(step.sequences, choices, strict=True):
-                if sequence.state is State.RUNNING:
-                    if isinstance(chosen[0], Postponed):
-                        self._postponed[sequence.request_id] = sequence, chosen[0].logits
-                    else:
-                        deliveries.append(self._deliver_all(sequence, chosen, now))
-            deliveries += self._settle()
-            if self._postponed and not step.items and not deliveries:
-                waiting = [sequence.sampling.grammar for sequence, _ in self._postponed.values()]
-                self._grammars.wait_for_any([grammar for grammar in waiting if grammar is not None], _IDLE_SECONDS)
-            generated, seconds = sum([len(delivery.tokens) for delivery in deliveries]), time.perf_counter() - started
-            speculation = None if self.speculator is None else self.speculator.last
-            self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes, speculation)
+            step = self._begin_step()
+            choices = step.wait()
+            items = self._scheduler.computed(step.items)
+            deliveries += self._deliver_step(step, items, choices)
+            self._report(items, deliveries, time.perf_counter() - started)
             return deliveries
+
+    def _begin_step(self) -> Step:
+        """Return a step that the runner computes, or has computed; begin the one after it where that is possible."""
+        step, self._next = self._next, None
+        if step is None or step.is_stale:
+            step = self._launch(self._scheduler.schedule())
+        self._next = launch_next(self._runner, step, self._scheduler.next_step)
+        return step
+
+    def _deliver_step(self, step: Step, items: list[WorkItem], choices: list[Choices]) -> list[Delivery]:
+        """Return what a step gave each request; the next token of some waits for their grammars."""
+        now = time.monotonic()
+        deliveries = [self._fail(name, error) for name, error in step.failures.items()]
+        deliveries += [self._scored(item.sequence) for item in items if item.ends_scoring]
+        for sequence, chosen in zip(step.sequences, choices, strict=True):
+            if sequence.state is State.RUNNING:
+                if isinstance(chosen[0], Postponed):
+                    self._postponed[sequence.request_id] = sequence, chosen[0].logits
+                else:
+                    deliveries.append(self._deliver_all(sequence, chosen, now))
+        deliveries += self._settle()
+        if self._postponed and not step.items and not deliveries:
+            waiting = [sequence.sampling.grammar for sequence, _ in self._postponed.values()]
+            self._grammars.wait_for_any([grammar for grammar in waiting if grammar is not None], _IDLE_SECONDS)
+        return deliveries
+
+    def _report(self, items: list[WorkItem], deliveries: list[Delivery], seconds: float) -> None:
+        generated = sum([len(delivery.tokens) for delivery in deliveries])
+        speculation = None if self.speculator is None else self.speculator.last
+        self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes, speculation)
 
     def _launch(self, items: list[WorkItem]) -> Step:
         """Begin a step, with drafts if the engine speculates."""
@@ -501,14 +516,12 @@ class Engine:
             for index, (prompt, of_one) in enumerate(zip(several, of_each, strict=True))
         ]
         deliveries = self._stream(requests)
-        names = {request.request_id: str(index) for index, request in enumerate(requests)}
         if stream:
-            return _renamed(deliveries, names)
-        parts: dict[str, list[Delivery]] = {request.request_id: [] for request in requests}
+            return deliveries
+        parts: list[list[Delivery]] = [[] for _ in requests]
         for delivery in deliveries:
-            parts[delivery.request_id].append(delivery)
-        wholes = [Delivery.joined(parts[request.request_id]).renamed(names[request.request_id]) for request in requests]
-        return [GeneratedText.of(request, whole) for request, whole in zip(requests, wholes, strict=True)]
+            parts[int(delivery.request_id)].append(delivery)
+        return [GeneratedText.of(each, Delivery.joined(own)) for each, own in zip(requests, parts, strict=True)]
 
     def logits(self, tokens: Sequences[int]) -> Iterator[Tensor]:
         """Yield the logits after each token of a text, as the engine's prefill computes them, in the tokens' order.
@@ -559,27 +572,17 @@ class Engine:
         return tuple(ids)
 
     def _stream(self, requests: Sequences[Request]) -> Generator[Delivery, None, None]:
-        """Yield the deliveries of requests until all are finished; cancel them if the iterator is closed before."""
-        names = {request.request_id for request in requests}
+        """Yield deliveries under the indices of requests; cancel the unfinished ones if the iterator is closed."""
+        names = {request.request_id: str(index) for index, request in enumerate(requests)}
         for request in requests:
             self.check(request.prompt, request.params)
         try:
             for request in requests:
                 self.add(request)
-            while not names.isdisjoint(self._sequences):
+            while not names.keys().isdisjoint(self._sequences):
                 for delivery in self.step():
                     if delivery.request_id in names:
-                        yield delivery
+                        yield delivery.renamed(names[delivery.request_id])
         finally:
             for name in names:
                 self.cancel(name)
-
-
-def _renamed(deliveries: Generator[Delivery, None, None], names: Mapping[str, str]) -> Iterator[Delivery]:
-    """Yield deliveries under other request ids."""
-    with contextlib.closing(deliveries):
-        for delivery in deliveries:
-            yield delivery.renamed(names[delivery.request_id])
-
-
-_UNIQUE = itertools.count()

@@ -143,13 +143,18 @@ class Scheduler:
             sequence.blocks += self.pool.allocate(min(missing, self.pool.free))
         return min(tokens, len(sequence.blocks) * BLOCK_TOKENS - length)
 
-    def computed(self, items: Iterable[WorkItem]) -> None:
+    def computed(self, items: Iterable[WorkItem]) -> list[WorkItem]:
         """Note that work is done, and let other sequences share the blocks that it has filled.
 
         Drafts are not counted: until they are accepted, they are no tokens of the sequence.
+
+        Returns:
+            The work of sequences that still run.
         """
+        items = [item for item in items if item.sequence.state is State.RUNNING]
         for item in items:
             self._publish(item.sequence, item.end - len(item.drafts))
+        return items
 
     def accepted(self, sequence: Sequence) -> None:
         """Note that all tokens of a sequence but its last are in the cache, after drafts were accepted."""
