@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: CONTRIBUTING.md becomes a page of the site, and links to the source code become plain text.
+"""Hooks of mkdocs.yml: CONTRIBUTING.md and the commands' options become pages; links to source code become plain text.
 
 The documents are read in the repository too, where these links lead to the files; the site has no copy of them.
 """
@@ -6,6 +6,8 @@ The documents are read in the repository too, where these links lead to the file
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -14,10 +16,14 @@ _LINK_OUT = re.compile(r"\[([^\]]+)\]\(\.\./(?!CONTRIBUTING\.md)[^)]+\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add CONTRIBUTING.md, with its links seen from docs/."""
+    """Add CONTRIBUTING.md, with its links seen from docs/, and the tables of options."""
     with open("CONTRIBUTING.md", encoding="utf-8") as file:
         text = file.read().replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
+    sys.path.insert(0, str(Path(__file__).parent))
+    from _option_tables import option_tables
+
+    files.append(File.generated(config, "commands.md", content=option_tables()))
     return files
 
 

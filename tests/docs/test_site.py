@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
 import minifloat
+from minifloat.commands.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +27,24 @@ def _menu(entries: object) -> list[str]:
 
 def test_every_page_is_in_the_menu() -> None:
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
-    assert set(_menu(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == pages | {"contributing.md"}
+    assert set(_menu(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == pages | {
+        "commands.md",
+        "contributing.md",
+    }
+
+
+def test_the_tables_of_options_name_every_option_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from _option_tables import option_tables
+
+    sections = dict(section.split("\n", 1) for section in option_tables().split("\n## minifloat ")[1:])
+    assert list(sections) == list(COMMANDS)
+    for name in COMMANDS:
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                assert option.opts[0] in sections[name], (name, option.opts)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
