@@ -19,8 +19,9 @@ import click
 import torch
 
 from minifloat.evaluate.compare.corpus import Corpus
-from minifloat.evaluate.compare.models import Predictor, common_tokenizer, match_experts_implementation
-from minifloat.evaluate.compare.scoring_pass import ModelsPass
+from minifloat.evaluate.compare.models import common_tokenizer
+from minifloat.evaluate.compare.scoring import ModelsPass
+from minifloat.evaluate.compare.transformers_model import TransformersModel, match_experts_implementation
 
 
 def peak() -> float:
@@ -30,7 +31,7 @@ def peak() -> float:
 
 
 @torch.inference_mode()
-def plain_seconds(models: list[Predictor], corpus: Corpus) -> float:
+def plain_seconds(models: list[TransformersModel], corpus: Corpus) -> float:
     """Return the seconds of the forward passes of all models over all windows."""
     start = time.perf_counter()
     for batch in corpus.batches():
@@ -39,7 +40,7 @@ def plain_seconds(models: list[Predictor], corpus: Corpus) -> float:
     return time.perf_counter() - start
 
 
-def scoring_seconds(models: list[Predictor], corpus: Corpus) -> float:
+def scoring_seconds(models: list[TransformersModel], corpus: Corpus) -> float:
     """Return the seconds of a whole comparison of the same models over the same windows."""
     start = time.perf_counter()
     ModelsPass(models[0], models[1:], corpus).run()
@@ -57,7 +58,7 @@ def main(
     model: Path, candidates: tuple[Path, ...], data: tuple[str, ...], tokens: int, window: int, rounds: int
 ) -> None:
     """Print the seconds of both, their ratio and the peak memory."""
-    models = [Predictor.of(folder, {}) for folder in (model, *candidates)]
+    models = [TransformersModel.of(folder) for folder in (model, *candidates)]
     match_experts_implementation(models)
     corpus = Corpus(data, common_tokenizer(models), window, tokens)
     ratios, loaded = [], peak()

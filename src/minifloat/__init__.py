@@ -48,8 +48,14 @@ if TYPE_CHECKING:
     from minifloat.errors import MinifloatError
     from minifloat.evaluate.bench import BenchOptions, GainsReport, Workload, bench_checkpoint
     from minifloat.evaluate.checkpoint_report import write_report
-    from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions, Tolerance, compare_models
-    from minifloat.evaluate.compare.served import compare_served
+    from minifloat.evaluate.compare import (
+        CompareOptions,
+        Comparison,
+        ServedOptions,
+        Tolerance,
+        compare_models,
+        compare_served,
+    )
     from minifloat.model.layouts.inspection import Inspection, inspect_checkpoint
     from minifloat.model.runtime.load import LoadOptions, load
     from minifloat.numerics.scheme import SCHEMES, Scheme
@@ -112,7 +118,7 @@ _EXPORTS = {
     "chat": "minifloat.serve.client",
     "check_checkpoint": "minifloat.deploy.check",
     "compare_models": "minifloat.evaluate.compare",
-    "compare_served": "minifloat.evaluate.compare.served",
+    "compare_served": "minifloat.evaluate.compare",
     "convert_checkpoint": "minifloat.quantize.convert",
     "doctor": "minifloat.deploy.diagnosis",
     "generate": "minifloat.serve.text",

@@ -20,8 +20,9 @@ from served import Served, served
 from tools import environment, python_of
 from vllm_cases import STORIES, STORYBOOK
 
-from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.tasks import Tasks
+from minifloat.evaluate.compare.transformers_model import TransformersModel
+from minifloat.model.runtime.load import LoadOptions
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -126,8 +127,8 @@ def test_log_likelihoods_over_the_api_are_those_of_compare(
 
 def in_process(folder: Path, tasks: Path, name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the results and items of `compare --tasks`."""
-    model = Predictor.of(folder, {"dtype": torch.float32, "lm_head": "auto"})
-    run = Tasks([name], tasks).run(model.for_tasks(load_tokenizer(folder)))
+    model = TransformersModel.of(folder, LoadOptions(dtype=torch.float32, lm_head="auto"))
+    run = Tasks([name], tasks).run(model, load_tokenizer(folder))
     return run["results"][name], run["samples"][name]
 
 

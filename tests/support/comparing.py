@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minifloat.evaluate import compare
-from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions, served
+from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions
 
 
 def compare_models(
@@ -18,4 +18,4 @@ def compare_models(
 
 
 def compare_served(baseline: Any, url: str, data: Any = (), **options: Any) -> Comparison:
-    return served.compare_served(baseline, url, data, ServedOptions(**options))
+    return compare.compare_served(baseline, url, data, ServedOptions(**options))

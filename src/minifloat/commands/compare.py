@@ -147,7 +147,7 @@ def compare(
             options = build(CompareOptions, values, **shared)
             comparison = compare_models(baseline, candidates, data, options, progress=progress)
         else:
-            from minifloat.evaluate.compare.served import compare_served
+            from minifloat.evaluate.compare import compare_served
 
             _refuse_options_of_models()
             of_server = build(ServedOptions, values, model=values["served_model"], **shared)

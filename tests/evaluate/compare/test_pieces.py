@@ -13,14 +13,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from minifloat.errors import UsageError
-from minifloat.evaluate.compare import models, pieces
-from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare import opening, transformers_model
+from minifloat.evaluate.compare.transformers_model import TransformersModel
+from minifloat.model.runtime.load import LoadOptions
 
 MakeModel = Callable[..., Path]
 
 TEXT = "The quick brown fox jumps over the lazy dog; naive cafe. " * 6
 
 compare_tokens = partial(compare_models, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' code run the models."""
+    monkeypatch.setattr(opening, "_why_no_engine", lambda *_: "of this test")
 
 
 @pytest.mark.parametrize(
@@ -36,19 +43,19 @@ def test_pieces_give_the_features_of_the_whole_window(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, config: dict[str, Any]
 ) -> None:
     folder = make_model(tmp_path / "m", model_type, dtype="float32", **config)
-    predictor = Predictor.of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), {})
+    predictor = TransformersModel.of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     ids = torch.randint(0, predictor.vocab_size, (2, 61), generator=torch.Generator().manual_seed(0))
     lengths: list[int] = []
-    run = Predictor._run
+    run = TransformersModel._run
 
-    def counted(self: Predictor, module: nn.Module, ids: Tensor, cache: Any = None) -> Any:
+    def counted(self: TransformersModel, module: nn.Module, ids: Tensor, cache: Any = None) -> Any:
         lengths.append(ids.shape[1])
         return run(self, module, ids, cache)
 
-    monkeypatch.setattr(Predictor, "_run", counted)
+    monkeypatch.setattr(TransformersModel, "_run", counted)
     with torch.inference_mode():
         whole = predictor.features(ids)
-        monkeypatch.setattr(pieces, "PIECE_TOKENS", 13)
+        monkeypatch.setattr(transformers_model, "_PIECE_TOKENS", 13)
         assert predictor._continues
         lengths.clear()
         found = predictor.features(ids)
@@ -65,7 +72,7 @@ def test_the_scores_of_long_windows_are_those_of_transformers(
     for cache in ("none", "fp8"):
         whole = compare_tokens(llama_folder, other, [text], window=128, kv_cache=cache).candidates[0].overall
         with monkeypatch.context() as patch:
-            patch.setattr(pieces, "PIECE_TOKENS", 30)
+            patch.setattr(transformers_model, "_PIECE_TOKENS", 30)
             found = compare_tokens(llama_folder, other, [text], window=128, kv_cache=cache).candidates[0].overall
         assert found.kl_mean.value == pytest.approx(whole.kl_mean.value, rel=1e-4)
         assert found.candidate_perplexity == pytest.approx(whole.candidate_perplexity, rel=1e-4)
@@ -74,14 +81,14 @@ def test_the_scores_of_long_windows_are_those_of_transformers(
 def test_a_model_that_cannot_continue_runs_whole_and_says_so(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    predictor = Predictor.of(llama_folder, {"dtype": torch.float32})
-    features = Predictor._features
+    predictor = TransformersModel.of(llama_folder, LoadOptions(dtype=torch.float32))
+    features = TransformersModel._features
 
-    def forgets(self: Predictor, ids: Tensor, cache: Any) -> Tensor:
+    def forgets(self: TransformersModel, ids: Tensor, cache: Any) -> Tensor:
         return features(self, ids, None)  # as if each call began a new text
 
-    monkeypatch.setattr(Predictor, "_features", forgets)
-    monkeypatch.setattr(pieces, "PIECE_TOKENS", 13)
+    monkeypatch.setattr(TransformersModel, "_features", forgets)
+    monkeypatch.setattr(transformers_model, "_PIECE_TOKENS", 13)
     ids = torch.arange(40)[None]
     with torch.inference_mode(), caplog.at_level(logging.WARNING):
         whole = features(predictor, ids, None)
@@ -90,12 +97,12 @@ def test_a_model_that_cannot_continue_runs_whole_and_says_so(
 
 
 def test_attention_that_is_not_fused_runs_in_smaller_pieces(llama_folder: Path) -> None:
-    model = Predictor.of(llama_folder, {}).model
-    assert pieces.piece_tokens(model, 32768) == pieces.PIECE_TOKENS
+    model = TransformersModel.of(llama_folder).model
+    assert transformers_model._piece_tokens(model, 32768) == transformers_model._PIECE_TOKENS
     model.set_attn_implementation("eager")
     heads = model.config.num_attention_heads
-    assert pieces.piece_tokens(model, 32768) * heads * 32768 <= 2**28
-    assert pieces.piece_tokens(model, 256) == pieces.PIECE_TOKENS
+    assert transformers_model._piece_tokens(model, 32768) * heads * 32768 <= 2**28
+    assert transformers_model._piece_tokens(model, 256) == transformers_model._PIECE_TOKENS
 
 
 def test_logits_of_a_window_that_do_not_fit_are_refused(
@@ -103,10 +110,10 @@ def test_logits_of_a_window_that_do_not_fit_are_refused(
 ) -> None:
     text = tmp_path / "fox.txt"
     text.write_text(TEXT, encoding="utf-8")
-    vocab_size = Predictor.of(llama_folder, {}).vocab_size
-    monkeypatch.setattr(models, "_WHOLE_LOGITS", 100 * vocab_size)
+    vocab_size = TransformersModel.of(llama_folder).vocab_size
+    monkeypatch.setattr(transformers_model, "_WHOLE_LOGITS", 100 * vocab_size)
     compare_tokens(llama_folder, llama_folder, [text], window=128)
-    monkeypatch.setattr(models.Predictor, "_head_runs_alone", lambda _: False)
+    monkeypatch.setattr(transformers_model.TransformersModel, "_head_runs_alone", lambda _: False)
     compare_tokens(llama_folder, llama_folder, [text], window=100)
     with pytest.raises(UsageError, match=r"a window of 128 tokens has .* of logits.* windows of at most 100 tokens"):
         compare_tokens(llama_folder, llama_folder, [text], window=128)

@@ -19,8 +19,8 @@ from comparing import compare_models
 from minifloat.commands.main import main
 from minifloat.errors import DataError, NonFiniteError, UnknownNameError, UsageError
 from minifloat.evaluate.compare.intervals import FEWEST_UNITS
-from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.tasks import TaskDifference, Tasks
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.runtime.load import load
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
@@ -109,15 +109,14 @@ def write_tasks(folder: Path, **files: str) -> Path:
 
 @pytest.fixture(scope="module")
 def models(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Two models of the harness with different weights and the same tokenizer."""
+    """Two models with different weights and the same tokenizer, and the tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     made = make_llama(folder / "first", dtype="float32"), make_llama(folder / "second", dtype="float32", seed=1)
-    return [for_tasks(model) for model in made]
+    return [opened(model) for model in made]
 
 
-def for_tasks(model: Any, folder: Path | None = None) -> Any:
-    pytest.importorskip("lm_eval", reason=_NO_HARNESS)
-    return Predictor.of(model, {}).for_tasks(load_tokenizer(folder or model))
+def opened(model: Any, folder: Path | None = None) -> tuple[TransformersModel, Any]:
+    return TransformersModel.of(model), load_tokenizer(folder or model)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def tasks(folder: Path) -> Tasks:
 @pytest.fixture(scope="module")
 def runs(tasks: Tasks, models: list[Any]) -> list[dict[str, Any]]:
     """Runs of all tasks with both models; the data is read once."""
-    return [tasks.run(model) for model in models]
+    return [tasks.run(*model) for model in models]
 
 
 def by_name(differences: tuple[TaskDifference, ...]) -> dict[tuple[str, str], TaskDifference]:
@@ -207,7 +206,7 @@ def test_where_less_is_better_a_loss_is_a_recovery_below_100(tasks: Tasks, runs:
 def test_too_few_items_give_no_interval_and_other_items_are_refused(
     tasks: Tasks, runs: list[dict[str, Any]], models: list[Any]
 ) -> None:
-    few = [tasks.run(model, limit=FEWEST_UNITS - 1) for model in models]
+    few = [tasks.run(*model, limit=FEWEST_UNITS - 1) for model in models]
     for difference in tasks.compare(*few):
         if not difference.members and (difference.wins or difference.losses):
             assert math.isnan(difference.difference.low)
@@ -216,7 +215,7 @@ def test_too_few_items_give_no_interval_and_other_items_are_refused(
 
 
 def test_documents_in_bfloat16_are_summed_in_float32(folder: Path, llama_folder: Path) -> None:
-    run = Tasks(["tiny_rolling"], folder).run(for_tasks(llama_folder), limit=4)
+    run = Tasks(["tiny_rolling"], folder).run(*opened(llama_folder), limit=4)
     sums = [sample["bits_per_byte"][0] for sample in run["samples"]["tiny_rolling"]]
     assert all(value != round(value) for value in sums)
 
@@ -268,7 +267,7 @@ def test_no_folder_is_refused(tmp_path: Path) -> None:
 def test_a_task_that_fails_while_it_runs_is_a_usage_error(tmp_path: Path, models: list[Any]) -> None:
     write_tasks(tmp_path, long=_GENERATION.replace("max_gen_toks: 8", "max_gen_toks: 8000"))
     with pytest.raises(UsageError, match=r"tiny_generation: lm-eval could not run them: AssertionError: .*8000"):
-        Tasks(["tiny_generation"], tmp_path).run(models[0])
+        Tasks(["tiny_generation"], tmp_path).run(*models[0])
 
 
 @pytest.mark.parametrize("task", ["tiny_choice", "tiny_rolling"])
@@ -276,7 +275,7 @@ def test_a_nan_answer_is_an_error_and_not_a_score(folder: Path, llama_folder: Pa
     model = load(llama_folder)
     model.get_output_embeddings().weight.data[5] = math.nan
     with pytest.raises(NonFiniteError, match=r"item 0 of task"):
-        Tasks([task], folder).run(for_tasks(model, llama_folder), limit=3)
+        Tasks([task], folder).run(*opened(model, llama_folder), limit=3)
 
 
 def test_without_lm_eval_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +290,7 @@ def test_nothing_is_printed_to_stdout_and_the_state_of_the_process_is_kept(
     model = load(llama_folder)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     config = str(model.generation_config)
-    tasks.run(for_tasks(model, llama_folder), limit=3)
+    tasks.run(*opened(model, llama_folder), limit=3)
     assert capfd.readouterr().out == ""
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert str(model.generation_config) == config

@@ -16,7 +16,7 @@ from minifloat.deploy.estimate import plan_model
 from minifloat.engine.opening import open_model
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import ConfigError
-from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.model.runtime.load import load
 from minifloat.quantize.job import quantize_checkpoint
@@ -86,7 +86,7 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
     "plan": lambda folder, _: plan_model(folder, hardware="h100"),
     "quantize": lambda folder, out: quantize_checkpoint(folder, out, "fp8"),
     "dry run": lambda folder, out: preview_quantization(folder, out, "fp8"),
-    "compare": lambda folder, _: Predictor.of(folder, {}),
+    "compare": lambda folder, _: TransformersModel.of(folder),
 }
 
 

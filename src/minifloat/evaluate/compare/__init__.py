@@ -1,6 +1,6 @@
 """Comparison of a quantized model with its baseline on the same tokens, with a verdict.
 
-Names are resolved on first use, so that commands can list options without torch.
+Names are resolved on first use: `options` needs no torch.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minifloat.evaluate.compare.evaluate import compare_models as compare_models
     from minifloat.evaluate.compare.intervals import Estimate as Estimate
     from minifloat.evaluate.compare.options import CompareOptions as CompareOptions
     from minifloat.evaluate.compare.options import ServedOptions as ServedOptions
     from minifloat.evaluate.compare.options import Tolerance as Tolerance
     from minifloat.evaluate.compare.result import CandidateResult as CandidateResult
     from minifloat.evaluate.compare.result import Comparison as Comparison
+    from minifloat.evaluate.compare.run import compare_models as compare_models
+    from minifloat.evaluate.compare.served import compare_served as compare_served
     from minifloat.evaluate.compare.summary import Summary as Summary
     from minifloat.evaluate.compare.verdict import Outcome as Outcome
     from minifloat.evaluate.compare.verdict import Verdict as Verdict
 
-_MODULES = {
-    "evaluate": ("compare_models",),
-    "intervals": ("Estimate",),
-    "options": ("CompareOptions", "ServedOptions", "Tolerance"),
-    "result": ("CandidateResult", "Comparison"),
-    "summary": ("Summary",),
-    "verdict": ("Outcome", "Verdict"),
+_HOMES = {
+    "CandidateResult": "result",
+    "CompareOptions": "options",
+    "Comparison": "result",
+    "Estimate": "intervals",
+    "Outcome": "verdict",
+    "ServedOptions": "options",
+    "Summary": "summary",
+    "Tolerance": "options",
+    "Verdict": "verdict",
+    "compare_models": "run",
+    "compare_served": "served",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

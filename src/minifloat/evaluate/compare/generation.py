@@ -29,15 +29,13 @@ from minifloat.engine.text import Detokenizer
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.evaluate.compare.intervals import Estimate, fraction_interval, mean_interval
 from minifloat.evaluate.compare.kv_cache import CacheFactory, check_takes_cache
+from minifloat.evaluate.compare.models import Continuations, require_room
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.runtime.tokenizer import end_tokens
 
 #: Prompts in a batch. Constant, because kernels may sum in another order for another number of rows.
 _BATCH = 16
 _ACTIVITY = "generation"
-
-#: New token ids of each prompt; a continuation that ended has its end token last.
-Continuations = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -154,12 +152,7 @@ def _check(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens:
             "expected prompts of one length, with at least one token, and at least one token to generate; got "
             f"{len(prompts)} prompts of {sorted(lengths)} tokens and {new_tokens} to generate"
         )
-    limit = position_limit(model.config)
-    if limit is not None and limit < max(lengths) + new_tokens:
-        raise UsageError(
-            f"prompts of {max(lengths)} tokens and {new_tokens} new tokens are too long: the model attends to {limit}; "
-            "generate fewer tokens"
-        )
+    require_room(max(lengths), new_tokens, position_limit(model.config))
 
 
 def _continue(model: PreTrainedModel, ids: Tensor, stop: Sequence[int], cache: Any, first: int) -> Iterator[Tensor]:

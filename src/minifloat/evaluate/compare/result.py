@@ -10,6 +10,8 @@ from typing import Any
 
 from minifloat.evaluate.compare.attribution import Attribution
 from minifloat.evaluate.compare.generation import GreedyDivergence
+from minifloat.evaluate.compare.models import ModelRecord as ModelRecord
+from minifloat.evaluate.compare.models import ServedRecord as ServedRecord
 from minifloat.evaluate.compare.summary import Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome, Verdict, worst_outcome
@@ -53,34 +55,6 @@ class TextRecord:
     documents: int
     tokens: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class ServedRecord:
-    """A model that a server runs, and how much of its predictions the server gives."""
-
-    url: str
-    model: str
-    alternatives: int
-    unnamed_share: float
-
-
-@dataclass(frozen=True)
-class ModelRecord:
-    """One of the models.
-
-    Attributes:
-        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model; None for a server.
-        kv_cache: Format that keys and values were rounded to; None if they were not rounded.
-        served: The server that runs the model; None if the comparison ran it. Its KL divergences are lower bounds.
-    """
-
-    name: str
-    nbytes: int | None
-    activations: str
-    kv_cache: str | None = None
-    lm_head: str = ""
-    served: ServedRecord | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Psychometrika 12 (1947).
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import importlib
 import math
@@ -26,16 +27,21 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.readers import first_line
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, UnknownNameError, UsageError
 from minifloat.evaluate.compare.intervals import Estimate, paired_mean_interval, percentile_interval
+from minifloat.evaluate.compare.models import EngineModel, Model
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 
 #: Default seeds of the harness: of `random`, and of numpy, torch and the choice of examples.
 _PYTHON_SEED, _SEED = 0, 1234
 #: Resamplings for the standard error of a score that is not a mean: the harness' default takes minutes.
 _RESAMPLINGS = 1000
 _NEAR_NAMES = 8
+#: Largest number of log-probabilities and of requests that transformers computes together; tokens of a request.
+_BATCH_LOGITS, _LARGEST_BATCH, _REQUEST_TOKENS = 2**27, 16, 1024
 
 
 @dataclass(frozen=True)
@@ -90,14 +96,14 @@ class Tasks:
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
 
-    def run(self, model: Any, limit: int | None = None) -> dict[str, Any]:
-        """Return what `lm_eval.evaluate` says of a model of the harness, items included."""
-        with _seeds_kept(), torch.inference_mode(), contextlib.redirect_stdout(sys.stderr):
+    def run(self, model: Model, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, Any]:
+        """Return what `lm_eval.evaluate` says of a model, items included."""
+        with _in_harness(model, tokenizer) as answering, _seeds_kept(), contextlib.redirect_stdout(sys.stderr):
             for task in self.loaded["tasks"].values():
                 task.set_fewshot_seed(seed=_SEED)
             try:
                 results: dict[str, Any] = _harness("lm_eval").evaluate(
-                    model, self.loaded, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
+                    answering, self.loaded, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
                 )
             except (MinifloatError, MemoryError, torch.OutOfMemoryError):
                 raise
@@ -125,6 +131,24 @@ class Tasks:
             for key in _metric_keys(baseline, name):
                 rows.append(_difference(name, key, pairs, [_Metric.of(task, name, key, pairs)]))
         return tuple(rows)
+
+
+@contextlib.contextmanager
+def _in_harness(model: Model, tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
+    """Give a model of the harness; it makes its own caches, so that keys and values of transformers are not rounded."""
+    copied = copy.deepcopy(tokenizer)  # gets a padding token
+    if isinstance(model, TransformersModel):
+        batch = min(max(_BATCH_LOGITS // (_REQUEST_TOKENS * model.vocab_size), 1), _LARGEST_BATCH)
+        with model.set_up(), torch.inference_mode():
+            # In the dtype of the model, a document's sum would be rounded to a multiple of 4 or 8.
+            yield _harness("lm_eval.models.huggingface").HFLM(
+                model.model, backend="causal", tokenizer=copied, batch_size=batch, softmax_dtype="float32"
+            )
+    else:
+        assert isinstance(model, EngineModel)
+        from minifloat.evaluate.lm_eval.model import MinifloatLM
+
+        yield MinifloatLM(model.engine, tokenizer=copied)
 
 
 def _load(names: Sequence[str], folder: str | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from minifloat._version import __version__
 from minifloat.engine import Delivery, Engine, EngineOptions, SamplingParams
 from minifloat.engine.sampling.params import MAX_STOP_LENGTH, MAX_STOPS
 from minifloat.errors import NonFiniteError, UsageError
+from minifloat.evaluate.compare.models import finished
 
 #: Requests that are given to the engine together; a quarter of them runs at a time with ``batch_size=auto``.
 _TOGETHER = 256
@@ -29,6 +30,17 @@ _TOGETHER = 256
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 #: Parameters that say what the engine does anyway; None: any value.
 _STRAIGHT = {"do_sample": None, "use_cache": None, "num_beams": 1}
+#: Arguments of `HFLM` that this class has too.
+_OF_HARNESS = (
+    "tokenizer",
+    "truncation",
+    "add_bos_token",
+    "prefix_token_id",
+    "think_end_token",
+    "enable_thinking",
+    "chat_template_args",
+    "trust_remote_code",
+)
 
 _Tokens = tuple[tuple[str, str], list[int], list[int]]
 
@@ -38,55 +50,34 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | Engine,
         *,
-        tokenizer: str | None = None,
-        revision: str | None = None,
         batch_size: int | str | None = "auto",
         max_batch_size: int | None = None,
         device: str | None = "cpu",
         dtype: str | None = "auto",
         max_length: int | None = None,
-        truncation: bool | None = False,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        think_end_token: str | int | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_args: dict[str, Any] | None = None,
-        trust_remote_code: bool | None = False,
-        kv_cache_memory: int | None = None,
-        kv_cache_dtype: str = "auto",
-        lm_head: str = "auto",
-        activations: str = "auto",
+        **options: Any,
     ) -> None:
-        if device is None or not torch.cuda.is_available():
-            device = "cpu"
-        self._engine_options: dict[str, Any] = {
-            "dtype": None if dtype == "auto" else dtype,
-            "device": device,
-            "kv_cache_memory": kv_cache_memory,
-            "kv_cache_dtype": kv_cache_dtype,
-            "max_model_len": max_length,
-            "max_num_seqs": _sequences(batch_size, max_batch_size),
-            "lm_head": lm_head,
-            "activations": activations,
-        }
-        self._revision = revision
+        """Open a checkpoint, or take an engine; `options` are those in `_OF_HARNESS` and fields of `EngineOptions`."""
+        own = {name: options.pop(name) for name in _OF_HARNESS if name in options}
+        revision = options.pop("revision", None)
+        device = device if device is not None and torch.cuda.is_available() else "cpu"
+        if isinstance(pretrained, Engine):
+            self._opened, path, sequences = pretrained, pretrained.info.path, pretrained.info.max_num_seqs
+        else:
+            path, sequences = pretrained, _sequences(batch_size, max_batch_size)
+            dtype = None if dtype == "auto" else dtype
+            fixed: dict[str, Any] = {"device": device, "dtype": dtype, "max_model_len": max_length}
+            self._opened = Engine(path, EngineOptions(max_num_seqs=sequences, **fixed, **options), revision=revision)
         super().__init__(
-            pretrained=pretrained,
+            pretrained=path,
             backend="causal",
             revision=revision or "main",
-            tokenizer=tokenizer,
-            truncation=truncation,
             max_length=max_length,
             device=device,
-            batch_size=self._engine_options["max_num_seqs"],
-            trust_remote_code=trust_remote_code,
-            add_bos_token=add_bos_token,
-            prefix_token_id=prefix_token_id,
-            think_end_token=think_end_token,
-            enable_thinking=enable_thinking,
-            chat_template_args=chat_template_args,
+            batch_size=sequences,
+            **own,
         )
 
     @property
@@ -107,7 +98,7 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
             del self._config.quantization_config
 
     def _create_model(self, pretrained: str, **_: Any) -> None:
-        self._model = Engine(pretrained, EngineOptions(**self._engine_options), revision=self._revision)
+        self._model = self._opened
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness writes about the model beside the results."""
@@ -219,14 +210,10 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         answered: Callable[[int, Delivery], None],
     ) -> None:
         """Run requests together, and pass each on with its index when it is finished."""
-        parts: dict[str, list[Delivery]] = {}
-        stream = self.engine.generate([prompt for prompt, _ in work], [params for _, params in work], stream=True)
-        for delivery in stream:
-            parts.setdefault(delivery.request_id, []).append(delivery)
+        for index, delivery in finished(self.engine, [prompt for prompt, _ in work], [params for _, params in work]):
             if delivery.finish_reason == "error":
-                raise NonFiniteError("logits", f"request {indices[int(delivery.request_id)]}: {delivery.error}")
-            if delivery.finish_reason is not None:
-                answered(indices[int(delivery.request_id)], Delivery.joined(parts.pop(delivery.request_id)))
+                raise NonFiniteError("logits", f"request {indices[index]}: {delivery.error}")
+            answered(indices[index], delivery)
 
 
 def _likelihood(scored: Delivery, length: int) -> tuple[float, bool]:

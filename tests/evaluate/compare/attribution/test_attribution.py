@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.attribution import Attribution, attribute
-from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
@@ -30,8 +30,8 @@ UNBOUNDED = Tolerance(max_ppl_increase=float("inf"), max_kl=float("inf"), min_sa
 SECONDS = 60.0
 
 
-def predictor(folder: Path, **options: Any) -> Predictor:
-    return Predictor.of(folder, {"dtype": torch.float32, **options})
+def predictor(folder: Path, **options: Any) -> TransformersModel:
+    return TransformersModel.of(folder, LoadOptions(dtype=torch.float32, **options))
 
 
 def attributed(baseline: Path, candidate: Path, seconds: float = SECONDS) -> Attribution:

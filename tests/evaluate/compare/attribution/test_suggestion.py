@@ -19,17 +19,18 @@ from minifloat.evaluate.compare.attribution.budget import TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference, Location, find_differences
 from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
-from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.architecture.groups import expert_group, fused_group
 from minifloat.model.layouts import describe
+from minifloat.model.runtime.load import LoadOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
 MakeModel = Callable[..., Path]
 
 WINDOWS = torch.randint(0, 256, (6, 32), generator=torch.Generator().manual_seed(0))
-OPTIONS = {"dtype": torch.float32}
+OPTIONS = LoadOptions(dtype=torch.float32)
 SECONDS = 60.0
 
 
@@ -42,13 +43,13 @@ def suggested(
     **bounds: float,
 ) -> Suggestion | None:
     tolerance = Tolerance(**{"max_ppl_increase": math.inf, "min_same_top1": 0.0, "max_kl": max_kl, **bounds})
-    models = [Predictor.of(folder, OPTIONS) for folder in (baseline, candidate)]
+    models = [TransformersModel.of(folder, OPTIONS) for folder in (baseline, candidate)]
     return attribute(models[0], models[1], windows, tolerance, seconds).suggestion
 
 
 def figures(baseline: Path, candidate: Path) -> tuple[float, float, float]:
     """Return KL divergence, perplexity increase and same top-1, computed with torch."""
-    models = [Predictor.of(folder, OPTIONS).model for folder in (baseline, candidate)]
+    models = [TransformersModel.of(folder, OPTIONS).model for folder in (baseline, candidate)]
     with torch.no_grad():
         p, q = (model(WINDOWS).logits[:, :-1].double().log_softmax(-1) for model in models)
     kl = nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()
@@ -119,7 +120,7 @@ def test_only_the_modules_fused_with_a_wrong_one_are_kept(
 
 def test_a_suggestion_costs_little_more_than_the_cheapest_sufficient_choice(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    baseline, candidate = (Predictor.of(folder, OPTIONS) for folder in (llama_folder, tmp_path / "q"))
+    baseline, candidate = (TransformersModel.of(folder, OPTIONS) for folder in (llama_folder, tmp_path / "q"))
     rows = {row.module: row for row in attribute(baseline, candidate, WINDOWS, Tolerance(), SECONDS).rows}
     groups: dict[str, list[Difference]] = {}
     with torch.inference_mode():
@@ -236,7 +237,7 @@ def test_a_suggestion_keeps_every_bound(llama_folder: Path, tmp_path: Path) -> N
     assert found is not None
     assert found.same_top1_before < 0.97 <= found.same_top1_after
     torch.manual_seed(0)
-    own = Predictor.of(llama_folder, OPTIONS).model.generate(
+    own = TransformersModel.of(llama_folder, OPTIONS).model.generate(
         WINDOWS[:, :1], do_sample=True, max_new_tokens=31, min_new_tokens=31, use_cache=False
     )  # the baseline's own text, of which every other model is less sure
     found = suggested(llama_folder, tmp_path / "q", windows=own, max_ppl_increase=0.01)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from minifloat.evaluate.compare.metrics import Distribution, kl_divergence, score_tokens
-from minifloat.evaluate.compare.served.answers import KnownProbabilities
-from minifloat.evaluate.compare.served.distributions import served_distribution
+from minifloat.evaluate.compare.served import KnownProbabilities, served_distribution
 
 VOCAB, ROWS = 50, 40
 

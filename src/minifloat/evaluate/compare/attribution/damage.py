@@ -17,7 +17,7 @@ from minifloat.evaluate.compare.attribution.budget import TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference
 from minifloat.evaluate.compare.attribution.mixture import Mixtures, spread
 from minifloat.evaluate.compare.attribution.sqnr import measure_sqnr
-from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 
 #: Scored tokens of the first sample.
 _FEWEST_TOKENS = 512
@@ -88,8 +88,8 @@ class Damage:
 
 
 def measure_damage(
-    baseline: Predictor,
-    candidate: Predictor,
+    baseline: TransformersModel,
+    candidate: TransformersModel,
     differences: Sequence[Difference],
     windows: Tensor,
     budget: TimeBudget,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from minifloat.evaluate.compare.attribution.differences import Difference, exchanged, is_stored_quantized
 from minifloat.evaluate.compare.metrics import Distribution, kl_divergence
-from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 
 #: Tokens in a batch of windows.
 _BATCH_TOKENS = 2048
@@ -51,7 +51,7 @@ class Distance:
 class Mixtures:
     """Measures mixtures of two models on the same windows."""
 
-    def __init__(self, baseline: Predictor, candidate: Predictor, windows: Tensor) -> None:
+    def __init__(self, baseline: TransformersModel, candidate: TransformersModel, windows: Tensor) -> None:
         self._baseline, self._candidate = baseline, candidate
         self._runner = copy.copy(candidate)
         self._runner.weight_only = False  # it would also apply to the baseline's modules
@@ -76,7 +76,7 @@ class Mixtures:
             for index, ids in enumerate(self.batches):
                 features, targets = _scored(runner.features(ids)), ids[:, 1:].flatten()
                 for rows, p in self._baseline_of(index, runner.head_rows()):
-                    q = Distribution(runner.logits(features[rows]))
+                    q = Distribution(runner.head(features[rows]))
                     kl += float(kl_divergence(p, q).sum())
                     nll += float((q.nll(targets[rows]) - p.nll(targets[rows])).sum())
                     agree += float((p.top[:, 0] == q.top[:, 0]).sum())
@@ -88,7 +88,7 @@ class Mixtures:
             return any(map(is_stored_quantized, self._candidate.model.modules()))
 
     @contextmanager
-    def mixture(self, kept: Iterable[Difference]) -> Iterator[Predictor]:
+    def mixture(self, kept: Iterable[Difference]) -> Iterator[TransformersModel]:
         """Give the candidate with some of the baseline's modules while the context lasts."""
         self._runner.new_cache = self._candidate.new_cache
         with self._mixed(kept):
@@ -109,7 +109,7 @@ class Mixtures:
         features = self._features[batch]
         for start in range(0, len(features), step):
             held = self._distributions.get((batch, start))
-            p = held or Distribution(self._baseline.logits(features[start : start + step]))
+            p = held or Distribution(self._baseline.head(features[start : start + step]))
             if self._hold_distributions:
                 self._distributions[batch, start] = p
             yield slice(start, start + step), p

@@ -15,8 +15,8 @@ from minifloat.evaluate.compare.attribution.damage import measure_damage
 from minifloat.evaluate.compare.attribution.differences import Difference, find_differences, stored_bytes
 from minifloat.evaluate.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
-from minifloat.evaluate.compare.models import Predictor, match_experts_implementation
 from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.transformers_model import TransformersModel, match_experts_implementation
 from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import LoadedLmHead
@@ -67,13 +67,13 @@ class Attribution:
 
 @torch.inference_mode()
 def attribute(
-    baseline: Predictor,
-    candidate: Predictor,
+    baseline: TransformersModel,
+    candidate: TransformersModel,
     windows: Tensor | Sequence[Sequence[int]],
     tolerance: Tolerance,
     seconds: float,
     progress: Progress | None = None,
-    confirm: Callable[[Predictor], Verdict] | None = None,
+    confirm: Callable[[TransformersModel], Verdict] | None = None,
 ) -> Attribution:
     """Measure the damage of each module of the candidate, and suggest which modules to keep in 16 bits.
 
@@ -123,7 +123,9 @@ def _rank(kl: float | None, noise: float) -> tuple[bool, float]:
     return kl is None, -math.inf if math.isnan(value) else -value
 
 
-def _extra_bytes(baseline: Predictor, candidate: Predictor, differences: Sequence[Difference]) -> dict[Difference, int]:
+def _extra_bytes(
+    baseline: TransformersModel, candidate: TransformersModel, differences: Sequence[Difference]
+) -> dict[Difference, int]:
     """Return the bytes by which each module is larger in the baseline's checkpoint than in the candidate's."""
     model = baseline.model
     quantized = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.evaluate.compare.attribution.differences import Difference, exchanged
-from minifloat.evaluate.compare.models import Predictor
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.runtime.experts import QuantizedExperts
 
 
@@ -53,7 +53,10 @@ class _Meter:
 
 @torch.inference_mode()
 def measure_sqnr(
-    baseline: Predictor, candidate: Predictor, differences: Sequence[Difference], batches: Iterable[Tensor]
+    baseline: TransformersModel,
+    candidate: TransformersModel,
+    differences: Sequence[Difference],
+    batches: Iterable[Tensor],
 ) -> Mapping[Difference, float]:
     """Return the SQNR in dB of every difference."""
     meters = {difference: _Meter(baseline.model, candidate.model, difference) for difference in differences}
@@ -63,7 +66,7 @@ def measure_sqnr(
         for ids in batches:
             rows = baseline.features(ids).flatten(0, 1)
             for start in range(0, len(rows), baseline.head_rows()):
-                baseline.logits(rows[start : start + baseline.head_rows()])
+                baseline.head(rows[start : start + baseline.head_rows()])
     return {difference: meter.sqnr() for difference, meter in meters.items()}
 
 

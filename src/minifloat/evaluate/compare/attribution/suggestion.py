@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from minifloat.evaluate.compare.attribution.budget import TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference
 from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
-from minifloat.evaluate.compare.models import Predictor
 from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Role
@@ -85,8 +85,8 @@ class KeepableGroups:
     @classmethod
     def of(
         cls,
-        baseline: Predictor,
-        candidate: Predictor,
+        baseline: TransformersModel,
+        candidate: TransformersModel,
         damage: Mapping[Difference, float],
         extra_bytes: Mapping[Difference, int],
     ) -> KeepableGroups:
@@ -121,7 +121,7 @@ def suggest(
     mixtures: Mixtures,
     tolerance: Tolerance,
     budget: TimeBudget,
-    confirm: Callable[[Predictor], Verdict] | None = None,
+    confirm: Callable[[TransformersModel], Verdict] | None = None,
 ) -> Suggestion | None:
     """Search for the modules to keep in 16 bits."""
     budget.report("the candidate on the sample")

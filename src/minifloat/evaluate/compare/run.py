@@ -1,0 +1,336 @@
+"""`compare_models`: run models over the same text, compare their predictions, and judge the difference.
+
+`corpus` cuts text into windows, `opening` opens the models, `scoring` runs them over the windows, `metrics` reduces the
+scores, `verdict` judges them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import itertools
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from minifloat._version import __version__
+from minifloat.calibration.data import SourceLike, as_source
+from minifloat.calibration.readers import locate
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import MinifloatError, UsageError
+from minifloat.evaluate.compare.attribution import attribute
+from minifloat.evaluate.compare.corpus import DEFAULT_WINDOW, Corpus
+from minifloat.evaluate.compare.generation import greedy_divergence
+from minifloat.evaluate.compare.metrics import concatenate
+from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, common_tokenizer
+from minifloat.evaluate.compare.opening import open_in_transformers, open_models
+from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, Tolerance
+from minifloat.evaluate.compare.result import CandidateResult, Comparison, TextRecord
+from minifloat.evaluate.compare.scoring import MeasurementLog, ModelsPass, ScoringPass, to_worst_token
+from minifloat.evaluate.compare.summary import summarize
+from minifloat.evaluate.compare.tasks import Tasks
+from minifloat.evaluate.compare.transformers_model import TransformersModel
+from minifloat.evaluate.compare.verdict import LEAST_KL, MEAN_KL, Verdict, judge
+from minifloat.kernels import native, processors
+
+#: Tokens of a prompt, taken from the start of a window.
+_PROMPT_TOKENS = 32
+
+
+def compare_models(
+    baseline: ModelLike,
+    candidates: ModelLike | Sequence[ModelLike],
+    data: SourceLike | Sequence[SourceLike] = (),
+    options: CompareOptions | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measure how far the candidates' predictions are from the baseline's, and judge whether they are close enough.
+
+    A checkpoint that declares FP8 inputs or an FP8 KV cache is run with them, as servers with FP8 hardware run it, so
+    that the results are those of serving. Its output layer has the format that `minifloat serve` gives it. With
+    `variants`, a candidate that declares both is run three times: as declared, without rounding keys and values, and
+    with quantized weights alone, which is what servers without FP8 hardware compute. Each run is a candidate of its
+    own.
+
+    All models run at the same time and see the same tokens: in minifloat's engine where its decoders cover them all,
+    else by transformers' code (`minifloat.evaluate.compare.models` says when), so that a different order of summation
+    is not mistaken for a difference of the weights.
+
+    After at least one batch of every text, Ctrl-C ends the measurement but not the function: the function returns the
+    results so far, and `Comparison.partial` is true.
+
+    Args:
+        baseline: A folder, a model of the hub, or a model from `minifloat.model.runtime.load.load`.
+        candidates: One or several models, given like the baseline.
+        data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
+            a ``#``. By default the two short texts that come with minifloat.
+        options: How the models run, and what is measured; None: `CompareOptions()`.
+        progress: Called after each batch with tokens done, tokens in total, and the name of the text.
+
+    Raises:
+        UsageError: If two models have different vocabularies, if a text or window cannot be used, or if `resume` is a
+            folder of another comparison.
+        DataError: If a text does not exist or cannot be read.
+        NonFiniteError: If a model's logits are NaN or Inf; the message names the first such token.
+        CheckpointError: If a folder cannot be loaded.
+        HubError: If the hub does not have the model, refuses it, or cannot be reached.
+        UnknownNameError: If a task is not a valid name.
+    """
+    options = options or CompareOptions()
+    candidates = [candidates] if isinstance(candidates, (PreTrainedModel, str, os.PathLike)) else list(candidates)
+    if not candidates:
+        raise UsageError("no model to compare with the baseline")
+    if options.resume is not None and any(isinstance(model, PreTrainedModel) for model in (baseline, *candidates)):
+        raise UsageError("resume needs folders: a loaded model may have been changed since")
+    sources = as_sources(data)
+    tasks = Tasks(options.tasks, options.task_path) if options.tasks else None
+    notes: list[str] = []
+    models = open_models(baseline, candidates, options, notes)
+    tokenizer = common_tokenizer(models)
+    corpus = cut_text(sources, models, tokenizer, options)
+    started = time.perf_counter()
+    scoring = ModelsPass(models[0], models[1:], corpus)
+    if options.resume is not None:
+        scoring.log = MeasurementLog(options.resume, _settings(models, corpus, options), scoring.worst)
+    try:
+        scoring.run(progress)
+    except KeyboardInterrupt:
+        if scoring.empty:
+            raise
+    records = [model.record for model in models]
+    results = [judged(scoring, index, record, tokenizer, options.tolerance) for index, record in enumerate(records[1:])]
+    seconds = time.perf_counter() - started
+    if scoring.done == scoring.total:
+        extra = _ExtraMeasurements(models, (baseline, *candidates), corpus, tokenizer, options, progress, notes)
+        results = extra.add_to(results, tasks)
+    return assembled(scoring, records[0], results, seconds=seconds, command=options.command, notes=notes)
+
+
+def as_sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+    """Return one or several sources of text as a list; a missing one is an error before models are loaded."""
+    sources = list(data) if isinstance(data, Sequence) and not isinstance(data, str) else [data]
+    for source in sources:
+        locate(as_source(source))
+    return sources
+
+
+def cut_text(
+    sources: Sequence[SourceLike],
+    models: Sequence[Model],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ScoringOptions,
+    longest: int | None = None,
+) -> Corpus:
+    """Return the windows, which are no longer than all models, and a server of `longest` tokens, attend to."""
+    known = [length for length in (*(model.longest for model in models), longest) if length is not None]
+    longest, window = min(known, default=None), options.window
+    if window is not None and longest is not None and window > longest:
+        raise UsageError(f"a window of {window} tokens is longer than the {longest} that the models attend to")
+    window = window or min(DEFAULT_WINDOW, longest or DEFAULT_WINDOW)
+    for model in models:
+        if isinstance(model, TransformersModel):
+            model.check_window(window)
+    return Corpus(sources, tokenizer, window, options.max_tokens, models[0].vocab_size)
+
+
+def _settings(models: Sequence[Model], corpus: Corpus, options: CompareOptions) -> dict[str, Any]:
+    """Return everything that the scores depend on, for the measurement log."""
+    return {
+        "minifloat": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "models": [_fingerprint(model) for model in models],
+        "texts": [[text.name, text.sha256, text.unit] for text in corpus.texts],
+        "window": corpus.window,
+        "dtype": models[0].dtype,
+        "device": options.device,
+        "impl": options.impl,
+    }
+
+
+def _fingerprint(model: Model) -> dict[str, Any]:
+    """Identify a folder's weights without reading them: by path, config, and the shards' sizes and times of change."""
+    checkpoint = model.headers()
+    stats = {name: (checkpoint.path / name).stat() for name in checkpoint.shards}
+    return {
+        "folder": str(checkpoint.path.resolve()),
+        "config": checkpoint.config,
+        "shards": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        **dataclasses.asdict(model.record),
+    }
+
+
+def judged(
+    scoring: ScoringPass, index: int, record: ModelRecord, tokenizer: PreTrainedTokenizerBase, tolerance: Tolerance
+) -> CandidateResult:
+    """Summarize and judge the scores of one candidate."""
+    corpus, vocab_size = scoring.corpus, scoring.baseline.vocab_size
+    scores_by_text = [scoring.scores(index, text) for text in range(len(corpus.texts))]
+    summaries = tuple(
+        summarize(text.name, scores, len(scores) * text.bytes_per_token, text.unit, vocab_size)
+        for text, scores in zip(corpus.texts, scores_by_text, strict=True)
+    )
+    overall = summaries[0]
+    if len(summaries) > 1:
+        unit = " or ".join(sorted({text.unit for text in corpus.texts}))
+        nbytes = sum(summary.nbytes for summary in summaries)
+        overall = summarize("all texts", concatenate(scores_by_text), nbytes, unit, vocab_size)
+    return CandidateResult(
+        model=record,
+        texts=summaries,
+        overall=overall,
+        verdict=judge(
+            (*summaries, overall) if len(summaries) > 1 else summaries,
+            tolerance,
+            kl=MEAN_KL if record.served is None else LEAST_KL,
+        ),
+        worst=tuple(to_worst_token(position, corpus, tokenizer) for position in scoring.worst[index].ranked()),
+    )
+
+
+def assembled(
+    scoring: ScoringPass,
+    baseline: ModelRecord,
+    candidates: Sequence[CandidateResult],
+    *,
+    seconds: float,
+    command: str,
+    notes: Sequence[str],
+) -> Comparison:
+    """Return the result of a comparison; arguments as the attributes of `Comparison`."""
+    return Comparison(
+        baseline=baseline,
+        candidates=tuple(candidates),
+        window=scoring.corpus.window,
+        dtype=scoring.baseline.dtype,
+        texts=tuple(TextRecord(t.name, t.documents, t.tokens, t.sha256) for t in scoring.corpus.texts),
+        tokens_done=scoring.done,
+        tokens_total=scoring.total,
+        seconds=seconds,
+        machine=_machine(),
+        command=command,
+        notes=tuple(notes),
+    )
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "minifloat": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "processors": processors.available(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": native.isa() if native.load() is not None else None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- more measurements
+
+
+@dataclass
+class _ExtraMeasurements:
+    """Measurements beside the scores of tokens: greedy continuations, tasks, and attribution to modules.
+
+    Each takes as long as the scoring pass or longer, and none depends on another, so an interrupt keeps the results of
+    those that are complete.
+    """
+
+    models: list[Model]
+    sources: Sequence[ModelLike]
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    options: CompareOptions
+    progress: Progress | None
+    notes: list[str]
+
+    def add_to(self, results: Sequence[CandidateResult], tasks: Tasks | None) -> list[CandidateResult]:
+        """Return the results of the candidates with these measurements added; Ctrl-C ends the measuring."""
+        extended = list(results)
+        with contextlib.suppress(KeyboardInterrupt):
+            if self.options.prompts:
+                with self._errors_as_notes("greedy continuations"):
+                    self._generate(extended)
+            if tasks is not None:
+                with self._errors_as_notes("tasks"):
+                    self._run_tasks(extended, tasks)
+            if self.options.attribute:
+                with self._errors_as_notes("the damage of modules"):
+                    self._attribute(extended)
+        return extended
+
+    @contextlib.contextmanager
+    def _errors_as_notes(self, measurement: str) -> Iterator[None]:
+        """Record an error of a measurement as a note, so that the results measured so far are kept."""
+        try:
+            yield
+        except MinifloatError as error:
+            self.notes.append(f"{measurement}: {error}")
+
+    def _generate(self, results: list[CandidateResult]) -> None:
+        prompts, length = self._prompts(), self.options.new_tokens
+        if not prompts:
+            return
+        by_model = [model.generate(prompts, length, self.progress) for model in self.models]
+        for index, by_candidate in enumerate(by_model[1:]):
+            divergence = greedy_divergence(self.tokenizer, prompts, by_model[0], by_candidate, length)
+            results[index] = replace(results[index], generation=divergence)
+
+    def _prompts(self) -> list[list[int]]:
+        """Return the first tokens of windows, from all texts in turn."""
+        batches = [batch for batch in self.corpus.batches() if batch.ids.shape[1] >= _PROMPT_TOKENS]
+        rows = itertools.chain.from_iterable(batch.ids[:, :_PROMPT_TOKENS].tolist() for batch in batches)
+        return list(itertools.islice(rows, self.options.prompts))
+
+    def _run_tasks(self, results: list[CandidateResult], tasks: Tasks) -> None:
+        runs = []
+        for index, model in enumerate(self.models):
+            if self.progress is not None:
+                self.progress(index, len(self.models), f"tasks of {model.name}")
+            runs.append(tasks.run(model, self.tokenizer, self.options.task_limit))
+        for index, run in enumerate(runs[1:]):
+            results[index] = replace(results[index], tasks=tasks.compare(runs[0], run))
+
+    def _attribute(self, results: list[CandidateResult]) -> None:
+        """Exchange modules of transformers models, which the decoders of the engine do not have."""
+        models = [model for model in self.models if isinstance(model, TransformersModel)]
+        if not models:
+            self.models.clear()  # to free the engines
+            models = open_in_transformers(self.sources[0], self.sources[1:], self.options, self.notes)
+        baseline, *candidates = models
+        for index, model in enumerate(candidates):
+            attribution = attribute(
+                baseline,
+                model,
+                self._windows(),
+                tolerance=self.options.tolerance,
+                seconds=self.options.attribute,
+                progress=self.progress,
+                confirm=functools.partial(self._verdict, baseline),
+            )
+            results[index] = replace(results[index], attribution=attribution)
+
+    def _verdict(self, baseline: Model, mixture: Model) -> Verdict:
+        """Return the verdict on a mixture of the models, on all texts."""
+        scoring = ModelsPass(baseline, [mixture], self.corpus)
+        scoring.run(self.progress)
+        return judged(scoring, 0, mixture.record, self.tokenizer, self.options.tolerance).verdict
+
+    def _windows(self) -> Tensor:
+        """Return the windows of the most frequent length, ``[N, W]``, with the texts interleaved."""
+        by_width: dict[int, list[Tensor]] = {}
+        for batch in self.corpus.batches():
+            by_width.setdefault(batch.ids.shape[1], []).append(batch.ids)
+        return torch.cat(max(by_width.values(), key=lambda parts: sum(part.numel() for part in parts)))

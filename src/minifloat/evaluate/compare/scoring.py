@@ -1,0 +1,338 @@
+"""The pass that scores every token: each batch of windows goes through all models before the next batch starts.
+
+Several candidates therefore cost one pass of the baseline, only a few numbers per token are kept, and an interrupted
+run has seen the same tokens with every model. The scores can be written down during the pass, so that the same command
+continues it; beside them, the tokens at which two models differ most are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import json
+import os
+import time
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from minifloat.checkpoint.files import storage_errors, written_whole
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import NonFiniteError, StorageError, UsageError
+from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
+from minifloat.evaluate.compare.metrics import Distribution, FloatArray, TokenScores, concatenate, score_tokens
+from minifloat.evaluate.compare.models import Model
+from minifloat.evaluate.compare.result import LikelyToken, WorstToken
+
+#: Logits of one model that are held in float64 at a time: so few that they stay in the processor's caches.
+_SLAB_ELEMENTS = 2**18
+#: Positions with the largest KL divergence that are kept of each candidate.
+WORST_TOKENS = 20
+_LIKELY_TOKENS = 5
+_CONTEXT_TOKENS = 48
+_SETTINGS_FILE = "comparison.json"
+_SECONDS_BETWEEN_PARTS = 5.0
+_FIELDS = tuple(field.name for field in dataclasses.fields(TokenScores))
+
+
+class BatchTokens:
+    """The tokens of a batch that are scored, one after the other: all of a window but its first.
+
+    Attributes:
+        targets: ``[T]``: the token ids.
+    """
+
+    def __init__(self, batch: WindowBatch) -> None:
+        windows, width = batch.ids.shape
+        self.targets = batch.ids[:, 1:].flatten()
+        self._units = batch.units[:, None].expand(-1, width - 1).flatten()
+        self._positions = torch.arange(1, width).repeat(windows)
+
+    def score(self, p: Distribution, q: Distribution, where: slice) -> TokenScores:
+        """Score some of the tokens, given the distributions of the baseline and of a candidate."""
+        return score_tokens(p, q, self.targets[where], self._units[where], self._positions[where])
+
+
+class ScoringPass(ABC):
+    """A pass over a corpus, and its scores so far; `ModelsPass` is that of models that run here.
+
+    Attributes:
+        log: Scores of an earlier run, and the place to write new scores to; None: scores are not written down.
+        worst: For each candidate, the positions at which it differs most from the baseline.
+        done: Tokens of text that all models have seen.
+        total: Tokens of text in all windows.
+    """
+
+    def __init__(self, baseline: Model, candidates: int, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.log: MeasurementLog | None = None
+        self.baseline = baseline
+        self._batches = corpus.batches()
+        self._parts: list[list[list[TokenScores]]] = [[[] for _ in corpus.texts] for _ in range(candidates)]
+        self.worst = [WorstPositions() for _ in range(candidates)]
+        self.done, self.total = 0, corpus.tokens
+
+    @property
+    def empty(self) -> bool:
+        """Whether some text has no score yet."""
+        return not all(parts for candidate in self._parts for parts in candidate)
+
+    def scores(self, candidate: int, text: int) -> TokenScores:
+        """Return the scores so far of one candidate on one text."""
+        return concatenate(self._parts[candidate][text])
+
+    @torch.inference_mode()
+    def run(self, progress: Progress | None = None) -> None:
+        """Score all windows of the corpus that the log does not contain.
+
+        Raises:
+            NonFiniteError: If a model's logits are NaN or Inf; the message names the first such token.
+        """
+        for number, batch in enumerate(self._batches):
+            logged = self.log.scores(number) if self.log is not None else None
+            scores_by_candidate = self._score(batch) if logged is None else logged
+            for parts, scores in zip(self._parts, scores_by_candidate, strict=True):
+                parts[batch.text].append(scores)
+            self.done += batch.tokens
+            if self.log is not None and logged is None:
+                self.log.add(number, scores_by_candidate)
+            if progress is not None:
+                progress(self.done, self.total, self.corpus.texts[batch.text].name)
+        if self.log is not None:
+            self.log.flush()
+
+    @abstractmethod
+    def _score(self, batch: WindowBatch) -> list[TokenScores]:
+        """Return the scores of each candidate on a batch."""
+
+    def slabs(self, steps: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+        """Yield the logits ``[R, V]`` of each model, some rows at a time, with the places of their tokens."""
+        slab, start = max(_SLAB_ELEMENTS // self.baseline.vocab_size, 1), 0
+        for logits in steps:
+            device = logits[0].device
+            for few in zip(*(torch.split(of_model, slab) for of_model in logits), strict=True):
+                yield slice(start, start + len(few[0])), tuple(rows.to(device) for rows in few)
+                start += len(few[0])
+
+    def refuse_nan(self, model: Model, nll: FloatArray) -> None:
+        """Raise the NonFiniteError of a model if its scores hold NaN."""
+        if np.isnan(nll).any():
+            raise self._first_nan(model)
+
+    def _first_nan(self, model: Model) -> NonFiniteError:
+        """Return the error that names the first token, in the order of the text, with NaN or Inf logits."""
+        for text in self.corpus.texts:
+            for window in text.windows:
+                ids = torch.tensor([[*self.corpus.prefix, *window.ids.tolist()]])
+                total = torch.cat([rows.logsumexp(-1) for rows in model.logits(ids)])
+                if not bool(total.isfinite().all()):
+                    token = window.start + int((~total.isfinite()).nonzero()[0]) + 1 - len(self.corpus.prefix)
+                    document = f" in document {window.document}" if text.documents > 1 else ""
+                    return NonFiniteError(
+                        f"logits of {model.name}",
+                        f"NaN or Inf where token {token}{document} of {text.name} is predicted",
+                    )
+        return NonFiniteError(f"logits of {model.name}", "NaN or Inf, but not when its windows are run alone")
+
+
+class ModelsPass(ScoringPass):
+    """A pass of models over a corpus."""
+
+    def __init__(self, baseline: Model, candidates: Sequence[Model], corpus: Corpus) -> None:
+        super().__init__(baseline, len(candidates), corpus)
+        self._models = (baseline, *candidates)
+
+    def _score(self, batch: WindowBatch) -> list[TokenScores]:
+        tokens, parts = BatchTokens(batch), [list[TokenScores]() for _ in self._models[1:]]
+        for where, logits in self.slabs(zip(*(model.logits(batch.ids) for model in self._models), strict=True)):
+            p, *others = map(Distribution, logits)
+            for candidate, q in enumerate(others):
+                scores = tokens.score(p, q, where)
+                self.refuse_nan(self._models[0], scores.baseline_nll)
+                self.refuse_nan(self._models[candidate + 1], scores.candidate_nll)
+                self.worst[candidate].add(scores, p, q, batch, where.start)
+                parts[candidate].append(scores)
+        return [concatenate(of_candidate) for of_candidate in parts]
+
+
+# ------------------------------------------------------------------------------------------------- worst tokens
+
+
+@dataclass(frozen=True)
+class ScoredPosition:
+    """A token of the corpus, and the tokens that both models expected there.
+
+    Attributes:
+        kl: KL divergence in nats.
+    """
+
+    kl: float
+    text: int
+    window: int
+    column: int
+    baseline: tuple[tuple[int, float], ...]
+    candidate: tuple[tuple[int, float], ...]
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Text, window and column."""
+        return self.text, self.window, self.column
+
+
+class WorstPositions:
+    """The `WORST_TOKENS` positions with the largest KL divergence of all that were added."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, ScoredPosition]] = []
+        self._numbers = itertools.count()
+
+    def offer(self, positions: Iterable[ScoredPosition]) -> None:
+        """Add positions, and drop all but the worst; a position that is already here is not added again."""
+        places = {position.place for _, _, position in self._heap}
+        for position in positions:
+            if position.place in places:
+                continue
+            places.add(position.place)
+            heapq.heappush(self._heap, (position.kl, -next(self._numbers), position))
+            if len(self._heap) > WORST_TOKENS:
+                heapq.heappop(self._heap)
+
+    def add(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
+        """Add the worst positions of a slab."""
+        bound = self._heap[0][0] if len(self._heap) == WORST_TOKENS else 0.0
+        rows = (scores.kl > bound).nonzero()[0]
+        width = batch.ids.shape[1] - 1
+        for row in sorted(rows, key=lambda row: -scores.kl[row])[:WORST_TOKENS]:
+            window, column = divmod(first + int(row), width)
+            tokens = (_likely_tokens(p, int(row)), _likely_tokens(q, int(row)))
+            self.offer([ScoredPosition(float(scores.kl[row]), batch.text, batch.windows[window], column + 1, *tokens)])
+
+    def ranked(self) -> list[ScoredPosition]:
+        """Return the positions, the largest KL divergence first."""
+        return [position for _, _, position in sorted(self._heap, reverse=True)]
+
+
+def _likely_tokens(distribution: Distribution, row: int) -> tuple[tuple[int, float], ...]:
+    probabilities = distribution.top_log_probabilities()[row].exp()
+    pairs = zip(distribution.top[row].tolist(), probabilities.tolist(), strict=True)
+    return tuple(itertools.islice(pairs, _LIKELY_TOKENS))
+
+
+def to_worst_token(position: ScoredPosition, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
+    """Decode a position: its context, its token, and the tokens that both models expected."""
+    text = corpus.texts[position.text]
+    window = text.windows[position.window]
+    column = position.column - len(corpus.prefix)
+    context = window.ids[max(column - _CONTEXT_TOKENS, 0) : column].tolist()
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def likely_tokens(pairs: tuple[tuple[int, float], ...]) -> tuple[LikelyToken, ...]:
+        return tuple(LikelyToken(decode([token]), probability) for token, probability in pairs)
+
+    return WorstToken(
+        text=text.name,
+        document=window.document,
+        position=window.start + column,
+        context=decode(context),
+        token=decode([int(window.ids[column])]),
+        kl=position.kl,
+        baseline=likely_tokens(position.baseline),
+        candidate=likely_tokens(position.candidate),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- scores on disk
+
+
+class MeasurementLog:
+    """The scores of batches, by number of the batch, in a folder."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], settings: dict[str, Any], worst: Sequence[WorstPositions]
+    ) -> None:
+        self._folder = Path(folder)
+        self._logged: dict[int, list[TokenScores]] = {}
+        self._unwritten: dict[int, list[TokenScores]] = {}
+        self._worst = worst
+        self._last_write = time.monotonic()
+        with storage_errors(self._folder, "use it"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._check_settings({**settings, "scores": list(_FIELDS)})
+            for path in sorted(self._folder.glob("part-*.npz")):
+                self._read(path, len(worst))
+
+    def scores(self, batch: int) -> list[TokenScores] | None:
+        """Return the scores of each candidate on a batch; None if no earlier run has scored the batch."""
+        return self._logged.get(batch)
+
+    def add(self, batch: int, scores: list[TokenScores]) -> None:
+        """Add the scores of each candidate on a batch; they are on disk within seconds."""
+        self._unwritten[batch] = scores
+        if time.monotonic() - self._last_write > _SECONDS_BETWEEN_PARTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all scores that are not on disk yet, with the worst positions so far, as one part."""
+        if not self._unwritten:
+            return
+        arrays: dict[str, npt.NDArray[Any]] = {
+            f"{batch}/{candidate}/{field}": getattr(scores, field)
+            for batch, candidates in self._unwritten.items()
+            for candidate, scores in enumerate(candidates)
+            for field in _FIELDS
+        }
+        positions = [[dataclasses.asdict(position) for position in worst.ranked()] for worst in self._worst]
+        arrays["worst"] = np.frombuffer(json.dumps(positions).encode(), dtype=np.uint8)
+        with written_whole(self._folder / f"part-{min(self._unwritten):08d}.npz") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        self._unwritten, self._last_write = {}, time.monotonic()
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        path = self._folder / _SETTINGS_FILE
+        text = json.dumps(settings, indent=1, sort_keys=True)
+        if path.exists():
+            if path.read_text(encoding="utf-8") != text:
+                raise UsageError(
+                    f"{self._folder} holds scores of other models, texts or settings (see {path.name} in it): "
+                    "give another folder, or delete this one"
+                )
+            return
+        if any(self._folder.iterdir()):
+            raise UsageError(
+                f"{self._folder} is neither empty nor the folder of an earlier comparison: give another folder"
+            )
+        with written_whole(path) as file:
+            file.write(text.encode())
+
+    def _read(self, path: Path, num_candidates: int) -> None:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                for batch in sorted({int(name.partition("/")[0]) for name in arrays.files if "/" in name}):
+                    self._logged[batch] = [
+                        TokenScores(**{field: arrays[f"{batch}/{candidate}/{field}"] for field in _FIELDS})
+                        for candidate in range(num_candidates)
+                    ]
+                positions = json.loads(arrays["worst"].tobytes())
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise StorageError(
+                f"{path}: expected scores of a comparison, found a damaged file ({error}); delete it"
+            ) from error
+        for worst, of_candidate in zip(self._worst, positions, strict=True):
+            worst.offer(_position(values) for values in of_candidate)
+
+
+def _position(values: dict[str, Any]) -> ScoredPosition:
+    pairs = {side: tuple((int(token), float(p)) for token, p in values[side]) for side in ("baseline", "candidate")}
+    return ScoredPosition(**{**values, **pairs})
