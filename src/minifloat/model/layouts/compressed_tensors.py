@@ -27,7 +27,7 @@ from minifloat.model.layouts.stored import (
     tensors_with_suffix,
     weight_shape,
 )
-from minifloat.model.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
+from minifloat.model.layouts.writing import NO_NAMES, WeightTensors, WriteLayout, codes_tensor, scale_tensor, with_names
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, INT4, INT8, ElementFormat, IntegerFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -56,12 +56,10 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
 @dataclass(frozen=True)
-class CompressedTensorsWriter:
+class CompressedTensorsWriter(WriteLayout):
     """Writer of every scheme of floats."""
 
     name: str = NAME
-    global_divides: bool = True
-    only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
         """Accept every scheme of floats."""
@@ -135,12 +133,6 @@ class CompressedTensorsWriter:
             "sparsity_config": {},
             "transform_config": {},
         }
-
-    def extra_files(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """Return no files: config.json holds everything."""
-        return {}
 
 
 WRITER = CompressedTensorsWriter()

@@ -32,7 +32,7 @@ from minifloat.model.layouts.stored import (
 from minifloat.model.layouts.writing import (
     NO_NAMES,
     WeightTensors,
-    WithoutCalibratedScales,
+    WriteLayout,
     codes_tensor,
     scale_tensor,
     with_names,
@@ -55,7 +55,7 @@ _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True)
-class Fp8Writer(WithoutCalibratedScales):
+class Fp8Writer(WriteLayout):
     """Writer of E4M3 in blocks: 128x128 with float32 scales (DeepSeek), or 1x32 with E8M0 scales (SGLang's MXFP8)."""
 
     cure: ClassVar[str] = "use compressed-tensors"
@@ -64,8 +64,6 @@ class Fp8Writer(WithoutCalibratedScales):
     block: Granularity
     scale: ElementFormat
     scheme: str
-    global_divides: bool = True
-    only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
         """Check that the scheme is E4M3 in this block, with these scales and inputs in groups of the same width."""
@@ -112,12 +110,6 @@ class Fp8Writer(WithoutCalibratedScales):
             "weight_block_size": [self.block.rows, self.block.cols],
             "modules_to_not_convert": with_names(kept, names),
         }
-
-    def extra_files(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """Return no files: config.json holds everything."""
-        return {}
 
 
 WRITER = Fp8Writer(NAME, BLOCK_128, FLOAT32, "fp8-block")

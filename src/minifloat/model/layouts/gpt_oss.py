@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.model.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix
-from minifloat.model.layouts.writing import NO_NAMES, WeightTensors, WithoutCalibratedScales
+from minifloat.model.layouts.writing import NO_NAMES, WeightTensors, WriteLayout
 from minifloat.numerics.formats import E2M1, E8M0
 from minifloat.numerics.granularity import GROUP_32
 from minifloat.numerics.scheme import KVSpec, Scheme, WeightSpec
@@ -31,14 +31,13 @@ _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 
 
 @dataclass(frozen=True)
-class GptOssWriter(WithoutCalibratedScales):
+class GptOssWriter(WriteLayout):
     """Writer of the fused experts of gpt-oss in MXFP4."""
 
     cure: ClassVar[str] = "leave --calibration and --kv-cache out: inputs and KV cache stay in 16 bits"
 
     name: str = NAME
-    global_divides: bool = True
-    only_experts_of: str | None = MODEL_TYPE
+    only_experts_of: ClassVar[str | None] = MODEL_TYPE
 
     def holds(self, scheme: Scheme) -> bool:
         """Return whether the scheme is MXFP4 with inputs in 16 bits."""
@@ -76,12 +75,6 @@ class GptOssWriter(WithoutCalibratedScales):
         """Return the config of the official checkpoints."""
         self.refuse_kv(kv)
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_CONVERTED)}
-
-    def extra_files(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """Return no files: config.json holds everything."""
-        return {}
 
 
 WRITER = GptOssWriter()

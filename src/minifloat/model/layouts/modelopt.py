@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from minifloat._version import __version__
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
@@ -30,7 +30,7 @@ from minifloat.model.layouts.stored import (
     tensors_with_suffix,
     weight_shape,
 )
-from minifloat.model.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor
+from minifloat.model.layouts.writing import NO_NAMES, WeightTensors, WriteLayout, codes_tensor, scale_tensor
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -69,12 +69,11 @@ _FLOAT_ARGS = {"dynamic": False, "type": "float"}
 
 
 @dataclass(frozen=True)
-class ModelOptWriter:
+class ModelOptWriter(WriteLayout):
     """Writer of the schemes that have a `quant_algo`, and of mixtures of them."""
 
     name: str = NAME
-    global_divides: bool = False
-    only_experts_of: str | None = None
+    global_divides: ClassVar[bool] = False
 
     def check(self, scheme: Scheme) -> None:
         """Check that the formats of weights and inputs are in `ALGORITHMS`."""

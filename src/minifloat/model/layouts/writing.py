@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from minifloat.checkpoint import OutputTensor
 from minifloat.errors import UsageError
@@ -51,44 +52,26 @@ def with_names(modules: Iterable[str], names: Mapping[str, Sequence[str]]) -> li
     return list(dict.fromkeys(name for module in modules for name in (module, *names.get(module, ()))))
 
 
-class WithoutCalibratedScales:
-    """The part of a layout that has no places for scales from calibration: of inputs, and of the KV cache."""
+class WriteLayout(ABC):
+    """A layout that can be written.
+
+    Attributes:
+        name: Name on the command line.
+        global_divides: Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt) to dequantize.
+        only_experts_of: The model type whose fused experts are all that the layout holds; None: linears of any model.
+        cure: What to do where the layout has no place for scales from calibration.
+    """
 
     name: str
-    cure: ClassVar[str]
+    global_divides: ClassVar[bool] = True
+    only_experts_of: ClassVar[str | None] = None
+    cure: ClassVar[str] = ""
 
-    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Refuse static input scales."""
-        raise UsageError(f"layout {self.name!r} has no static input scales ({module}); {self.cure}")
-
-    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """Refuse KV scales: the config of this layout has no key for them."""
-        raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); {self.cure}")
-
-    def refuse_kv(self, kv: KVSpec | None) -> None:
-        """Refuse a quantized KV cache: the config of this layout has no key for it."""
-        if kv is not None:
-            raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; {self.cure}")
-
-
-class WriteLayout(Protocol):
-    """A layout that can be written."""
-
-    @property
-    def name(self) -> str:
-        """Name on the command line."""
-
-    @property
-    def global_divides(self) -> bool:
-        """Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt) to dequantize."""
-
-    @property
-    def only_experts_of(self) -> str | None:
-        """The model type whose fused experts are all that the layout holds; None: linears of any model."""
-
+    @abstractmethod
     def check(self, scheme: Scheme) -> None:
         """Raise UsageError if the layout does not support the scheme."""
 
+    @abstractmethod
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
@@ -102,20 +85,7 @@ class WriteLayout(Protocol):
                 without `only_experts_of` hold.
         """
 
-    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Return the tensor of the static input scale of a linear; for NVFP4, of the global input scale.
-
-        Raises:
-            UsageError: If the layout has no static input scales.
-        """
-
-    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """Return the tensors of the scales of an attention module's keys and values.
-
-        Raises:
-            UsageError: If the layout has no KV scales.
-        """
-
+    @abstractmethod
     def quantization_config(
         self,
         modules: Mapping[str, Scheme],
@@ -136,4 +106,18 @@ class WriteLayout(Protocol):
     def extra_files(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return further JSON files with the same facts, by name; arguments as in `quantization_config`."""
+        """Return further JSON files with the same facts, by name; by default config.json holds everything."""
+        return {}
+
+    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
+        """Return the tensor of the static input scale of a linear; for NVFP4, of the global input scale."""
+        raise UsageError(f"layout {self.name!r} has no static input scales ({module}); {self.cure}")
+
+    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
+        """Return the tensors of the scales of an attention module's keys and values."""
+        raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); {self.cure}")
+
+    def refuse_kv(self, kv: KVSpec | None) -> None:
+        """Refuse a quantized KV cache, where the config of this layout has no key for it."""
+        if kv is not None:
+            raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; {self.cure}")
