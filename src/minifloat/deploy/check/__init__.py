@@ -4,6 +4,7 @@
     rules.py           the table: checkpoints that engines refuse, degrade or answer wrongly, and the cure
     conditions.py      its conditions, as functions over a checkpoint and a target
     engine_kernels.py  which kernel of an engine multiplies which weights on which machine
+    deployment.py      the answers for every engine and machine, for reports of other commands
     subject.py         the checkpoint or plan that is judged, reduced to names, shapes and formats
     target.py          the engine, the machine and the number of GPUs
 

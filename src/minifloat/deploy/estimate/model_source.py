@@ -7,6 +7,7 @@ a small model. Fused experts keep a row each, because their neighbours decide wh
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -15,18 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint import CONFIG_FILE, TensorInfo
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo
 from minifloat.checkpoint.hub import list_model_files
 from minifloat.checkpoint.layout import is_weights
 from minifloat.checkpoint.reader import read_config
 from minifloat.deploy.estimate.config_tensors import derive_tensors
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.families import family_of
+from minifloat.model.architecture.family import Family, Role
+from minifloat.model.architecture.groups import fused_group
 from minifloat.model.architecture.mtp import is_mtp, mtp_layers
 from minifloat.model.architecture.roles import role_of, text_config
+from minifloat.model.layouts import compressed_tensors, describe
 from minifloat.model.layouts.contradictions import refuse_contradictions
-from minifloat.model.plan.quantized_model import QuantizedModel, quantized_model
-from minifloat.model.plan.tensor_plan import TensorPlan
+from minifloat.model.layouts.inspection import format_name
+from minifloat.model.layouts.stored import StoredWeight
+from minifloat.model.plan.tensor_plan import Part, TensorPlan
+from minifloat.numerics.scheme import Scheme
 
 _NUMBER = re.compile(r"\.\d+\.")
 _MATRIX = 2
@@ -108,3 +114,45 @@ def _distinct(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> tuple
         pattern = info.name if len(info.shape) > _MATRIX else _NUMBER.sub(".*.", info.name)
         copies[first.setdefault((pattern, info.dtype, info.shape, is_mtp(info.name, config)), info).name] += 1
     return {info.name: info for info in first.values()}, dict(copies)
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A quantized checkpoint, written by any tool."""
+
+    scheme: Scheme
+    tensors: tuple[TensorPlan, ...]
+    nbytes: int
+
+
+def quantized_model(checkpoint: Checkpoint) -> QuantizedModel | None:
+    """Return the weights of a quantized checkpoint; None if nothing in it is quantized."""
+    description = describe(checkpoint)
+    if not description.weights:
+        return None
+    family = family_of(checkpoint.config)
+    plans = [_weight_plan(checkpoint, stored, family) for stored in description.weights.values()]
+    elements: Counter[Scheme] = Counter()
+    for plan in plans:
+        for part in plan.parts:
+            elements[part.scheme] += math.prod(part.shape)
+    used = {name for stored in description.weights.values() for name in stored.tensors}
+    plans += [
+        TensorPlan(
+            info,
+            Role.VECTOR if name in description.auxiliary else role_of(info, family),
+            drafts=is_mtp(name, checkpoint.config),
+        )
+        for name, info in checkpoint.tensors.items()
+        if name not in used
+    ]
+    nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    return QuantizedModel(elements.most_common(1)[0][0], tuple(plans), nbytes)
+
+
+def _weight_plan(checkpoint: Checkpoint, stored: StoredWeight, family: Family) -> TensorPlan:
+    scheme = Scheme(format_name(stored.spec, stored.activation), "", stored.spec, stored.activation)
+    tensors = compressed_tensors.WRITER.weight_tensors(stored.module, stored.spec, stored.shape)
+    part = Part(stored.module, scheme, stored.shape, tensors, fused_group(stored.module, family))
+    drafts = is_mtp(stored.module, checkpoint.config)
+    return TensorPlan(checkpoint.tensors[stored.codes], Role.LINEAR, (part,), drafts=drafts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minifloat.deploy.check.deployment import engine_verdicts
 from minifloat.deploy.check.document import engines_section
-from minifloat.deploy.check.engine_verdict import engine_verdicts
 from minifloat.evaluate.checkpoint_report.results import Results
 from minifloat.quantize import document as quantize_document
 from minifloat.report.document import Bullets, Code, Document, On, Section, Text, section

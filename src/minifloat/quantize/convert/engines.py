@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
-from minifloat.deploy.check.deployment import Reports, check_everywhere
-from minifloat.deploy.check.engine_verdict import EngineVerdict, others_that_load, short_name
+from minifloat.deploy.check.deployment import EngineVerdict, Reports, check_everywhere, others_that_load, short_name
 from minifloat.deploy.check.subject import Subject
 from minifloat.quantize.convert.plan import ConvertPlan
 

@@ -33,9 +33,8 @@ from minifloat.checkpoint.rewrite import (
     write_sidecars,
 )
 from minifloat.checkpoint.shard import ShardWriter
-from minifloat.deploy.check.deployment import Reports
+from minifloat.deploy.check.deployment import Reports, engine_verdicts
 from minifloat.deploy.check.document import MODEL
-from minifloat.deploy.check.engine_verdict import engine_verdicts
 from minifloat.errors import UsageError
 from minifloat.kernels import processors
 from minifloat.quantize.convert.dequantize_plan import make_dequantize_plan

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.checkpoint.schema import Check, exact_fields, natural, or_null, text
-from minifloat.deploy.check.engine_verdict import EngineVerdict
+from minifloat.deploy.check.deployment import EngineVerdict
 from minifloat.report.document import ShortReport
 
 #: Version of the JSON that `ConvertReport.to_dict` returns.
