@@ -12,7 +12,7 @@ import pytest
 from minifloat.kernels import native
 
 REPOSITORY = Path(__file__).parents[2]
-HEADERS = REPOSITORY / "src" / "minifloat" / "kernels" / "csrc"
+HEADERS = REPOSITORY / "src" / "minifloat" / "kernels" / "native"
 SOURCE = Path(__file__).parent / "csrc" / "linear_program.cpp"
 COMPILER = os.environ.get("CXX", "g++")
 ARM_COMPILER = "aarch64-linux-gnu-g++"

@@ -4,51 +4,54 @@
 #include "processor.h"
 #include "threads.h"
 
-#define MINIFLOAT_DECLARE(isa)                                                   \
-    namespace isa {                                                              \
-    void quantize_rows(minifloat_quantize_rows_args& args);                      \
-    void round_inputs(const minifloat_round_inputs_args& args);                  \
-    void amax(minifloat_amax_args& args);                                        \
-    void histogram(minifloat_histogram_args& args);                              \
-    int32_t round_with_feedback(const minifloat_round_with_feedback_args& args); \
-    int32_t gram(const minifloat_gram_args& args);                               \
-    int64_t packed_bytes(const minifloat_pack_args& args);                       \
-    int32_t pack(const minifloat_pack_args& args);                               \
-    int32_t unpack(const minifloat_pack_args& args);                             \
-    int32_t linear(const minifloat_linear_args& args);                           \
-    int32_t moe(const minifloat_moe_args& args);                                 \
-    bool rounds_inputs(const uint8_t* weight, int64_t m, int32_t x_dtype);       \
-    int32_t step(const minifloat_step_args& args);                               \
-    void read(minifloat_read_args& args);                                        \
+// Result, name and arguments of the functions that each instruction set has.
+#define MINIFLOAT_FUNCTIONS(DO)                                                  \
+    DO(void, quantize_rows, minifloat_quantize_rows_args&)                       \
+    DO(void, round_inputs, const minifloat_round_inputs_args&)                   \
+    DO(void, amax, minifloat_amax_args&)                                         \
+    DO(void, histogram, minifloat_histogram_args&)                               \
+    DO(int32_t, round_with_feedback, const minifloat_round_with_feedback_args&)  \
+    DO(int32_t, gram, const minifloat_gram_args&)                                \
+    DO(int64_t, packed_bytes, const minifloat_pack_args&)                        \
+    DO(int32_t, pack, const minifloat_pack_args&)                                \
+    DO(int32_t, unpack, const minifloat_pack_args&)                              \
+    DO(int32_t, linear, const minifloat_linear_args&)                            \
+    DO(int32_t, moe, const minifloat_moe_args&)                                  \
+    DO(bool, rounds_inputs, const uint8_t*, int64_t, int32_t)                    \
+    DO(int32_t, step, const minifloat_step_args&)                                \
+    DO(void, read, minifloat_read_args&)
+
+#define MINIFLOAT_FUNCTION(result, name, ...) result name(__VA_ARGS__);
+#define MINIFLOAT_DECLARE(isa) \
+    namespace isa {            \
+    MINIFLOAT_FUNCTIONS(MINIFLOAT_FUNCTION) \
     }
 
 MINIFLOAT_FOR_EACH_ISA(MINIFLOAT_DECLARE)
 
 namespace {
 
+#define MINIFLOAT_MEMBER(result, name, ...) result (*name)(__VA_ARGS__);
+
 struct Isa {
     const char* name;
     bool (*supported)();
-    void (*quantize_rows)(minifloat_quantize_rows_args&);
-    void (*round_inputs)(const minifloat_round_inputs_args&);
-    void (*amax)(minifloat_amax_args&);
-    void (*histogram)(minifloat_histogram_args&);
-    int32_t (*round_with_feedback)(const minifloat_round_with_feedback_args&);
-    int32_t (*gram)(const minifloat_gram_args&);
-    int64_t (*packed_bytes)(const minifloat_pack_args&);
-    int32_t (*pack)(const minifloat_pack_args&);
-    int32_t (*unpack)(const minifloat_pack_args&);
-    int32_t (*linear)(const minifloat_linear_args&);
-    int32_t (*moe)(const minifloat_moe_args&);
-    bool (*rounds_inputs)(const uint8_t*, int64_t, int32_t);
-    int32_t (*step)(const minifloat_step_args&);
-    void (*read)(minifloat_read_args&);
+    MINIFLOAT_FUNCTIONS(MINIFLOAT_MEMBER)
 };
 
-#define MINIFLOAT_ROW(isa)                                                                                    \
-    {#isa,           minifloat::has_##isa, isa::quantize_rows,       isa::round_inputs, isa::amax,            \
-     isa::histogram, isa::round_with_feedback, isa::gram,            isa::packed_bytes, isa::pack,            \
-     isa::unpack,    isa::linear,              isa::moe,             isa::rounds_inputs, isa::step, isa::read},
+#define MINIFLOAT_POINTER(result, name, ...) name,
+// In the namespace of the instruction set, so that the names are its functions.
+#define MINIFLOAT_ROW_OF(isa) \
+    namespace isa {           \
+    const Isa kRow = {#isa, minifloat::has_##isa, MINIFLOAT_FUNCTIONS(MINIFLOAT_POINTER)}; \
+    }
+#define MINIFLOAT_ROW(isa) isa::kRow,
+
+}  // namespace
+
+MINIFLOAT_FOR_EACH_ISA(MINIFLOAT_ROW_OF)
+
+namespace {
 
 // The order of processor.h.
 const Isa kIsas[] = {MINIFLOAT_FOR_EACH_ISA(MINIFLOAT_ROW)};
@@ -95,6 +98,12 @@ bool valid(const minifloat_round_inputs_args& a) {
     if (a.scaling == MINIFLOAT_INPUT_GIVEN && a.scale == nullptr) return false;
     return a.scaling != MINIFLOAT_INPUT_BLOCK || a.block_cols >= 1;
 }
+
+bool valid(const minifloat_amax_args& a) { return a.count >= 0 && known_dtype(a.dtype); }
+
+bool valid(const minifloat_histogram_args& a) { return a.count >= 0 && known_dtype(a.dtype); }
+
+bool valid(const minifloat_read_args& a) { return a.data != nullptr && a.bytes >= 0 && a.bytes % 8 == 0; }
 
 bool valid(const minifloat_round_with_feedback_args& a) {
     if (a.rows < 0 || a.cols < 0 || !known_format(a.element)) return false;
@@ -195,6 +204,22 @@ bool valid(const minifloat_step_args& a) {
     return known_dtype(d.dtype);
 }
 
+// Runs a function of an instruction set, if that is here and the arguments are valid.
+template <class Args>
+int32_t run(int32_t isa, Args& args, void (*Isa::*function)(Args&)) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(args)) return MINIFLOAT_BAD_ARGUMENT;
+    (isa_of(isa).*function)(args);
+    return MINIFLOAT_OK;
+}
+
+template <class Args>
+int32_t run(int32_t isa, Args& args, int32_t (*Isa::*function)(Args&), bool batch_invariant = false) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(args)) return MINIFLOAT_BAD_ARGUMENT;
+    return (isa_of(batch_invariant ? invariant_isa(isa) : isa).*function)(args);
+}
+
 }  // namespace
 
 extern "C" {
@@ -212,75 +237,45 @@ int32_t minifloat_isa_supported(int32_t isa) { return runs_here(isa); }
 int32_t minifloat_invariant_isa(int32_t isa) { return runs_here(isa) ? invariant_isa(isa) : -1; }
 
 int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    isa_of(isa).quantize_rows(*args);
-    return MINIFLOAT_OK;
+    return run(isa, *args, &Isa::quantize_rows);
 }
 
 int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    isa_of(isa).round_inputs(*args);
-    return MINIFLOAT_OK;
+    return run(isa, *args, &Isa::round_inputs);
 }
 
 int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    isa_of(isa).amax(*args);
-    return MINIFLOAT_OK;
+    return run(isa, *args, &Isa::amax);
 }
 
 int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    isa_of(isa).histogram(*args);
-    return MINIFLOAT_OK;
+    return run(isa, *args, &Isa::histogram);
 }
 
 int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(isa).round_with_feedback(*args);
+    return run(isa, *args, &Isa::round_with_feedback);
 }
 
-int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(isa).gram(*args);
-}
+int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args) { return run(isa, *args, &Isa::gram); }
 
 int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {
     return kIsas[kIsaCount - 1].packed_bytes(*args);
 }
 
-int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(isa).pack(*args);
-}
+int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args) { return run(isa, *args, &Isa::pack); }
 
-int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(isa).unpack(*args);
-}
+int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args) { return run(isa, *args, &Isa::unpack); }
 
 int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(args->batch_invariant ? invariant_isa(isa) : isa).linear(*args);
+    return run(isa, *args, &Isa::linear, args->batch_invariant);
 }
 
 int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(args->batch_invariant ? invariant_isa(isa) : isa).moe(*args);
+    return run(isa, *args, &Isa::moe, args->batch_invariant);
 }
 
 int32_t minifloat_rounds_inputs(int32_t isa, const uint8_t* weight, int64_t m, int32_t x_dtype) {
@@ -288,17 +283,10 @@ int32_t minifloat_rounds_inputs(int32_t isa, const uint8_t* weight, int64_t m, i
 }
 
 int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    return isa_of(args->decoder->batch_invariant ? invariant_isa(isa) : isa).step(*args);
+    return run(isa, *args, &Isa::step, args->decoder->batch_invariant);
 }
 
-int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (args->data == nullptr || args->bytes < 0 || args->bytes % 8 != 0) return MINIFLOAT_BAD_ARGUMENT;
-    isa_of(isa).read(*args);
-    return MINIFLOAT_OK;
-}
+int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) { return run(isa, *args, &Isa::read); }
 
 }  // extern "C"
