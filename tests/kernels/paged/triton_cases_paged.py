@@ -118,8 +118,16 @@ def test_rounding_to_e4m3_is_that_of_the_oracle_for_every_value_and_every_tie() 
     ],
 )
 def test_attention_over_runs_of_keys(
-    heads: int, kv_heads: int, d: int, element: str, dtype: torch.dtype, window: int | None
+    heads: int,
+    kv_heads: int,
+    d: int,
+    element: str,
+    dtype: torch.dtype,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if d > 16 or window is not None:  # keys take four runs at most; more programs only take the interpreter longer
+        monkeypatch.setattr(fast, "_SPLITS", 8)
     contexts = [1, 64, 200]
     cache = cache_of(kv_heads, d, element)
     width = BLOCKS  # more than any sequence has

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quantize_cases import distinct
 from triton_cases import TARGETS, compile_ahead, needs_cuda, needs_triton, run_cases
 
 from minifloat.errors import KernelUnavailable
@@ -32,7 +33,7 @@ def test_the_kernel_on_the_gpu_is_the_oracle_bit_for_bit() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "fp8-dynamic"])  # the weights of fp8
+@pytest.mark.parametrize("name", distinct({name: scheme.weight for name, scheme in SCHEMES.items()}))
 def test_it_compiles_to_operations_that_round_as_ieee_754_has_it(name: str, capability: int) -> None:
     """True divisions, nothing contracted or flushed to zero, the cast to E4M3 only where asked for, nothing spilled.
 
