@@ -17,18 +17,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.calibration.data import (
-    OWN_TEXT,
-    CalibrationSet,
-    Source,
-    SourceLike,
-    as_sources,
-    load_calibration_data,
-)
+from minifloat.calibration.data import CalibrationSet, SourceLike, as_sources, load_calibration_data
 from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel, calibrate_whole
 from minifloat.calibration.options import DEFAULT_OPTIONS, DEFAULT_TEXT, CalibrateOptions, TextOptions
 from minifloat.calibration.own_text import write_own_text
+from minifloat.calibration.readers import OWN_TEXT, Source
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import HistogramRule, parse_rule
 from minifloat.calibration.stats import ActivationStats
@@ -105,15 +99,7 @@ def load_texts(
             progress=progress,
         )
 
-    return load_calibration_data(
-        sources,
-        tokenizer,
-        samples=text.samples,
-        seq_len=text.seq_len,
-        seed=text.seed,
-        packing=text.packing,
-        own_text=own_text,
-    )
+    return load_calibration_data(sources, tokenizer, text, own_text)
 
 
 def _tokenizer(checkpoint: Checkpoint, sources: SourceLike | Sequence[SourceLike]) -> PreTrainedTokenizerBase:

@@ -35,10 +35,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.calibration.data import OWN_TEXT, CalibrationSet, describe_sequences, fingerprint
+from minifloat.calibration.data import CalibrationSet, describe_sequences, fingerprint, sequence_prefix
 from minifloat.calibration.model import available_memory
-from minifloat.calibration.packing import sequence_prefix
-from minifloat.calibration.readers import first_line
+from minifloat.calibration.readers import OWN_TEXT, first_line
 from minifloat.calibration.stats import ModelIdentity
 from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
 from minifloat.checkpoint import Checkpoint

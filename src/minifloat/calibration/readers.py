@@ -5,7 +5,7 @@ Memory is bounded for any file: lines and JSON arrays have a maximum length, and
 is cut into pieces.
 
 Text, CSV, TSV and JSON files need no library. Parquet files and data sets of the hub need `datasets` (the extra
-`eval`); only data sets of the hub use the network. `minifloat.calibration.packing` turns cells into text.
+`eval`); only data sets of the hub use the network. `minifloat.calibration.data` turns cells into text.
 """
 
 from __future__ import annotations

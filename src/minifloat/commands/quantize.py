@@ -177,8 +177,7 @@ def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibrat
             f"{option}: with --data, static scales come from that text, after scales are folded; leave it out"
         )
     from minifloat.calibration.calibrate import calibrate
-    from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
-    from minifloat.calibration.options import CalibrateOptions
+    from minifloat.calibration.options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
     from minifloat.calibration.result import Calibration
     from minifloat.quantize.own_text import prepare_own_text
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from minifloat.calibration.data import Source, SourceLike
+from minifloat.calibration.data import SourceLike
 from minifloat.calibration.options import TextOptions
+from minifloat.calibration.readers import Source
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import DEFAULT_RULE
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from minifloat.calibration.calibrate import load_texts, open_source
-from minifloat.calibration.data import OWN_TEXT, CalibrationSet, SourceLike, as_sources
+from minifloat.calibration.data import CalibrationSet, SourceLike, as_sources
 from minifloat.calibration.options import CalibrateOptions, TextOptions
 from minifloat.calibration.own_text import ShortMemoryError
+from minifloat.calibration.readers import OWN_TEXT
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.layouts.decoded import DecodedCheckpoint

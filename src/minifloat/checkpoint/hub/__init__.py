@@ -11,8 +11,7 @@ HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
-from minifloat.checkpoint.hub.fetch import model_folder
-from minifloat.checkpoint.hub.headers import ModelFiles, list_model_files, open_headers
+from minifloat.checkpoint.hub.fetch import ModelFiles, list_model_files, model_folder, open_headers
 from minifloat.checkpoint.hub.ids import Origin, is_hub_id, model_name, origin_of
 
 __all__ = [

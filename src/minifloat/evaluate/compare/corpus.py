@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.calibration.data import SourceLike, as_source, interleave
-from minifloat.calibration.packing import Reading, sequence_prefix
+from minifloat.calibration.data import SourceLike, SourceReader, as_source, interleave, sequence_prefix
 from minifloat.calibration.readers import END_OF_TEXT, READERS, Source, locate
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import DataError, UsageError
@@ -207,8 +206,8 @@ def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
 
 
 def _rows(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    reading = Reading(source, source.column, tokenizer, random.Random(0))
-    return (document.text for document in reading.texts())
+    reader = SourceReader(source, tokenizer, random.Random(0))
+    return (document.text for document in reader.texts())
 
 
 def _text_file(path: Path) -> Iterator[str]:
