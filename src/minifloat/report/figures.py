@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from minifloat.report.document import Axis, Bars, Dot, Dots, Figure, Heatmap, Lines, Mark, Point, Scatter
 from minifloat.report.text import COLORS, escape, format_number, visible
@@ -111,17 +111,19 @@ def _set_axis(axes: Axes, which: str, axis: Axis) -> None:
         room = 0.02 * (high - low)
         limits = (low if axis.low is None else axis.low, high if axis.high is None else axis.high + room)
         axes.set(**{f"{which}lim": limits})
+    decades = math.log10(high / low) if side.get_scale() == "log" else 0.0
     if axis.at:
         side.set_major_locator(FixedLocator(axis.at))
         side.set_minor_locator(NullLocator())
-    elif not axis.log:
+    elif side.get_scale() != "log":
         side.set_major_locator(MaxNLocator(6, integer=axis.whole))
+    elif 1.0 < decades < 2.5:
+        side.set_major_locator(LogLocator(subs=(1, 2, 5)))
     side.set_major_formatter(FuncFormatter(lambda value, _: _tick_text(axis, float(f"{value:.12g}"))))
-    if axis.log and not axis.at:
-        decades = math.log10(high / low) if low > 0 else 9.0
-        side.set_minor_formatter(
-            FuncFormatter(lambda value, _: _tick_text(axis, float(f"{value:.12g}")) if decades < 1.2 else "")
-        )
+    if 0.0 < decades <= 1.0 and not axis.at:
+        side.set_minor_formatter(FuncFormatter(lambda value, _: _tick_text(axis, float(f"{value:.12g}"))))
+    else:
+        side.set_minor_formatter(NullFormatter())
 
 
 def _drawable(value: float, axis: Axis) -> float:
