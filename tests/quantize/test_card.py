@@ -107,6 +107,7 @@ def test_the_card_has_no_sections_for_missing_measurements(tmp_path: Path) -> No
     quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8")
     text = (tmp_path / "out" / "README.md").read_text()
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## What was done",
         "## Where it loads",
         "## Made with",
         "## Error of the weights",

@@ -1,4 +1,4 @@
-"""What `quantize` did or would do, as a document; and the record of it that minifloat.json keeps beside the weights.
+"""What `quantize` did or would do; the record of it that minifloat.json keeps beside the weights; and the model card.
 
 A record is read as it is: an older one, or one of `convert`, has fewer entries, and shows what it has.
 """
@@ -9,13 +9,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from minifloat.deploy.check.document import verdict_section
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.hub import model_name, origin_of
+from minifloat.deploy.check.deployment import Reports, engine_tags, library_name
+from minifloat.deploy.check.document import MODEL, deployment_section, verdict_section
 from minifloat.model.plan.share import QuantizedShare
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.quantize.convert.document import outcome_lines
 from minifloat.quantize.preview import QuantizePreview
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounding_summary import summary_rows
+from minifloat.report import markdown
+from minifloat.report.card import metadata_head, read_card, read_metadata
 from minifloat.report.document import (
     Axis,
     Bar,
@@ -39,8 +44,10 @@ from minifloat.report.text import fraction, layer_pattern, shape_text, size_text
 #: The chart of a budget, a file beside the weights.
 BUDGET_CHART = "budget.svg"
 _WORST = 10
+_CARRIED_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 Record = Mapping[str, Any]
+_WRITTEN = On.PAGE | On.CARD
 
 
 def document(report: QuantizeReport, *, verbose: bool = False) -> Document:
@@ -195,22 +202,8 @@ def _worst_fraction(members: Sequence[Record], key: str) -> str:
     return fraction(max((member[key] for member in members if member.get(key) is not None), default=None))
 
 
-def worst_table(record: Record) -> Table:
+def _worst(record: Record) -> list[tuple[_Tensor, CastStats]]:
     """Return the weights with the lowest SQNR, lowest first."""
-    rows = [
-        [
-            tensor.name,
-            "x".join(map(str, tensor.shape)),
-            f"{stats.sqnr_db:.2f}",
-            f"{stats.saturated_fraction:.2e}",
-            f"{stats.flushed_fraction:.2e}",
-        ]
-        for tensor, stats in _worst_tensors(record)
-    ]
-    return Table(columns("weight", "shape", "SQNR dB", "saturated", "flushed to zero"), rows)
-
-
-def _worst_tensors(record: Record) -> list[tuple[_Tensor, CastStats]]:
     found = [(tensor, tensor.stats) for tensor in _tensors(record) if tensor.stats is not None]
     return sorted(found, key=lambda pair: pair[1].sqnr_db)[:_WORST]
 
@@ -219,18 +212,25 @@ def _worst_tensors(record: Record) -> list[tuple[_Tensor, CastStats]]:
 
 
 def done_section(record: Record) -> Section:
-    """Return what was done with the tensors, for the report beside a checkpoint."""
-    nbytes = record["bytes"]
+    """Return what was done with the tensors."""
+    nbytes, recipe = record["bytes"], record.get("recipe", {})
+    lines = [f"All tensors together: {_sizes(nbytes['source'], nbytes['output'])}"]
+    if "element" in recipe:
+        lines += [
+            f"Elements {recipe['element']}, scales {recipe['scale']} per {recipe['granularity']}, "
+            f"rule {recipe['scale_rule']}, layout {recipe['layout']}.",
+            f"Inputs of the linears: {' and '.join(recipe['inputs']) or 'in 16 bits'}.",
+        ]
     return section(
         "What was done",
-        done_table(record),
-        Text(f"All tensors together: {_sizes(nbytes['source'], nbytes['output'])}", on=On.PAGE),
+        *(Text(line, on=_WRITTEN) for line in lines),
+        _done_table(record),
         Bullets(_done_sentences(record)),
-        Code(record["provenance"]["command"], on=On.PAGE),
+        Bullets([f"{label.strip()}: {text}" for label, text in _rounding_rows(record)], on=On.TERMINAL),
     )
 
 
-def done_table(record: Record) -> Table:
+def _done_table(record: Record) -> Table:
     """Return a row for each thing that was done with tensors: their number and bytes."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for tensor in record["tensors"]:
@@ -256,7 +256,6 @@ def _done_sentences(record: Record) -> list[str]:
         sentences.append(
             f"The error of the quantized weights: SQNR {total['sqnr_db']:.2f} dB. It is not the error of the model."
         )
-    sentences += [f"{label.strip()}: {text}" for label, text in _rounding_rows(record)]
     return [*sentences, *record.get("notes", ())]
 
 
@@ -265,10 +264,33 @@ def _rounding_rows(record: Record) -> list[tuple[str, str]]:
     return summary_rows(record["rounding"]) if "weights" in record.get("rounding", {}) else []
 
 
-def _rounding_section(record: Record, *, verbose: bool) -> Section:
+def _rounding_section(record: Record, *, verbose: bool = False) -> Section:
+    """Return how codes were chosen with data; empty without data."""
     rows = _rounding_rows(record)
-    blocks = [Facts(rows), *([_weight_table(record["rounding"])] if verbose else [])] if rows else []
-    return section("", *blocks)
+    if not rows:
+        return section("")
+    rounding = record["rounding"]
+    weights = _weight_table(rounding)
+    folded = (
+        "Before that, powers of two that scale the input channels of some linears were folded into the norms and "
+        "weights in front of them. The function of the unquantized model is unchanged. Norms and weights differ from "
+        "the original's; the errors below are those of the codes against the folded weights."
+    )
+    return section(
+        "Rounding",
+        Text(
+            "The codes were chosen with calibration text. KL is the divergence from the original model in nats per "
+            "token, on a part of the text that is in no statistic.",
+            on=_WRITTEN,
+        ),
+        Facts(rows),
+        Text(folded if any(row["folded"] for row in rounding["folds"]) else "", on=_WRITTEN),
+        Text(
+            'The command under "Made with" repeats the run; minifloat.json has each weight under "rounding".',
+            on=On.CARD,
+        ),
+        Folded(f"All {len(weights.rows)} weights", [weights], on=On.PAGE | On.TERMINAL if verbose else On.PAGE),
+    )
 
 
 def _weight_table(rounding: Record) -> Table:
@@ -293,30 +315,61 @@ def _figure(row: Record, key: str, form: str) -> str:
 
 
 def detail_sections(record: Record) -> list[Section]:
-    """Return the sections of the page with the errors of weights, static scales and the origin."""
-    quantized = [tensor for tensor in _tensors(record) if tensor.stats is not None]
-    bars = [Bar(t.name, stats.sqnr_db, f"{stats.sqnr_db:.2f} dB") for t, stats in _worst_tensors(record) if stats.noise]
-    chart = Figure(f"The {len(bars)} quantized weights with the lowest SQNR", Bars(bars, Axis("dB")))
-    scales = _scale_table(record, verbose=True) if record.get("activations") else None
-    origin = [(key.replace("_", " "), str(v)) for key, v in record["provenance"].items() if isinstance(v, str | int)]
+    """Return how the output was made, and the errors of its weights, for page and model card."""
+    pairs = [(key.replace("_", " "), str(value)) for key, value in record["provenance"].items()]
     return [
-        section(
-            "Error of the weights",
-            *([_tensor_table(quantized, verbose=False)] if quantized else []),
-            chart if bars else None,
-            on=On.PAGE,
-        ),
-        section(
-            "Static scales",
-            *([Text("Shares are of held-out text, which the scales were not made from.")] if scales else []),
-            Folded(f"All {len(scales.rows)} scales", [scales]) if scales else None,
-            on=On.PAGE,
-        ),
-        section("Where it comes from", Facts(origin), on=On.PAGE),
+        section("Made with", Code(record["provenance"]["command"]), Facts(pairs), on=_WRITTEN),
+        _budget_section(record),
+        _rounding_section(record),
+        _error_section(record),
+        _scale_section(record),
     ]
 
 
-def budget_section(record: Record) -> Section:
+def _error_section(record: Record) -> Section:
+    quantized = [tensor for tensor in _tensors(record) if tensor.stats is not None]
+    if not quantized:
+        return section("")
+    total, worst = sum((tensor.stats for tensor in quantized if tensor.stats), CastStats()), _worst(record)
+    bars = [Bar(tensor.name, stats.sqnr_db, f"{stats.sqnr_db:.2f} dB") for tensor, stats in worst if stats.noise]
+    rows = [
+        [
+            tensor.name,
+            shape_text({tensor.shape}),
+            f"{stats.sqnr_db:.2f}",
+            f"{stats.saturated_fraction:.2e}",
+            f"{stats.flushed_fraction:.2e}",
+        ]
+        for tensor, stats in worst
+    ]
+    caption = f"The {len(worst)} quantized weights with the lowest SQNR"
+    return section(
+        "Error of the weights",
+        Text(
+            f"All quantized weights together: SQNR {total.sqnr_db:.2f} dB, {total.saturated_fraction:.2e} saturated, "
+            f"{total.flushed_fraction:.2e} flushed to zero. minifloat.json has every tensor. The error of the weights "
+            "is not the error of the model, which minifloat compare measures."
+        ),
+        Figure(caption, Bars(bars, Axis("dB"))) if bars else None,
+        Folded("All of them", [_tensor_table(quantized, verbose=False)], on=On.PAGE),
+        Table(columns("weight", "shape", "SQNR dB", "saturated", "flushed to zero"), rows, f"{caption}:", on=On.CARD),
+        on=_WRITTEN,
+    )
+
+
+def _scale_section(record: Record) -> Section:
+    if not record.get("activations"):
+        return section("")
+    table = _scale_table(record, verbose=True)
+    return section(
+        "Static scales",
+        Text("Shares are of held-out text, which the scales were not made from."),
+        Folded(f"All {len(table.rows)} scales", [table]),
+        on=On.PAGE,
+    )
+
+
+def _budget_section(record: Record) -> Section:
     """Return what a budget chose: bits, KL divergence, formats; empty where none was given."""
     budget = (record.get("rounding") or {}).get("budget")
     if budget is None:
@@ -334,29 +387,47 @@ def budget_section(record: Record) -> Section:
             f"Groups of weights by format: {', '.join(f'{name} {count}' for name, count in formats.most_common())}. "
             "Run 1 has the cheapest format everywhere; minifloat.json has the damage of each group."
         ),
-        on=On.PAGE | On.CARD,
+        on=_WRITTEN,
     )
 
 
-def card_rounding_section(record: Record) -> Section:
-    """Return how codes were chosen with data, for the card; empty without data."""
-    rows = [(label.strip(), text) for label, text in _rounding_rows(record)]
-    if not rows:
-        return section("")
-    folded = any(row["folded"] for row in record["rounding"]["folds"])
-    return section(
-        "Rounding",
-        Text(
-            "The codes were chosen with calibration text. KL is the divergence from the original model in nats per "
-            "token, on a part of the text that is in no statistic."
-        ),
-        Facts(rows),
-        Text(
-            "Before that, powers of two that scale the input channels of some linears were folded into the norms and "
-            "weights in front of them. The function of the unquantized model is unchanged. Norms and weights differ "
-            "from the original's; the errors below are those of the codes against the folded weights."
-            if folded
-            else ""
-        ),
-        Text('The command under "Made with" repeats the run; minifloat.json has each weight under "rounding".'),
+# ------------------------------------------------------------------------------------------------- the model card
+
+
+def model_card(checkpoint: Checkpoint, report: QuantizeReport, engines: Reports, base_model: str | None = None) -> str:
+    """Return the card (README.md) with its metadata; `compare` and `bench` insert sections of their own later."""
+    origin = origin_of(checkpoint.path)
+    base = base_model or (None if origin is None else origin.repo_id)
+    title = f"{base or model_name(checkpoint.path)}, {report.recipe['scheme']}"
+    record = report.to_dict()
+    return "\n".join(
+        [
+            metadata_head(_metadata(checkpoint, report.recipe, base, engines)),
+            f"# {markdown.escape(title)}\n",
+            markdown.write(Document(title, [done_section(record)])),
+            deployment_section(engines, MODEL),
+            markdown.write(Document(title, detail_sections(record))),
+        ]
     )
+
+
+def _metadata(checkpoint: Checkpoint, recipe: dict[str, Any], base: str | None, engines: Reports) -> dict[str, Any]:
+    """Return the metadata of the card, as hubs read it."""
+    relation = {} if base is None else {"base_model": base, "base_model_relation": "quantized"}
+    tags = [recipe["scheme"].partition("-")[0], recipe["scheme"], recipe["layout"], *engine_tags(engines), "minifloat"]
+    return {
+        **_carried_metadata(checkpoint),
+        **relation,
+        "library_name": library_name(engines),
+        "tags": list(dict.fromkeys(tags)),
+    }
+
+
+def _carried_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the metadata of the source's card that is true of the quantized model too; nothing if it is no YAML."""
+    try:
+        source_metadata = read_metadata(read_card(checkpoint.path).decode("utf-8", errors="replace"))
+    except (FileNotFoundError, ValueError):
+        source_metadata = {}
+    carried = {key: source_metadata[key] for key in _CARRIED_KEYS if source_metadata.get(key)}
+    return carried | {"pipeline_tag": carried.get("pipeline_tag", "text-generation")}

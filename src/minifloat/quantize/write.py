@@ -46,9 +46,8 @@ from minifloat.model.plan.share import QuantizedShare
 from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import without_static_scales
-from minifloat.quantize.card import model_card
 from minifloat.quantize.copied_codes import copied_codes, copy_codes
-from minifloat.quantize.document import BUDGET_CHART
+from minifloat.quantize.document import BUDGET_CHART, model_card
 from minifloat.quantize.planner import PlannedRun
 from minifloat.quantize.provenance import provenance, quantize_options
 from minifloat.quantize.quantized_source import (

@@ -57,7 +57,7 @@ def test_quantize_writes_a_report_and_says_where(llama_folder: Path, tmp_path: P
     assert list(found)[:4] == ORDER
     done = {row[0]: row[1:] for row in rows(found["What was done"])}
     assert done["quantized to fp8"][0] == "14"
-    assert "minifloat quantize" in text_of(found["What was done"])
+    assert "minifloat quantize" in text_of(found["Made with"])
     assert "minifloat compare MODEL out" in text_of(found["Is it still the same model?"])
     assert "minifloat bench out --baseline MODEL" in text_of(found["What was gained"])
 
@@ -77,7 +77,7 @@ def test_the_results_of_compare_and_bench_stay_when_the_other_is_added(out: Path
     assert list(found)[:4] == ORDER
     assert "PASSED" in text_of(found["Is it still the same model?"])
     assert rows(found["What was gained"])[0][0] == "weights"
-    assert {"KL divergence", "Latencies", "Error of the weights", "Where it comes from"} <= set(found)
+    assert {"KL divergence", "Latencies", "Error of the weights", "Made with"} <= set(found)
     write_report(out, compared(out, damage=10))
     again = sections(page_of(out))
     assert "FAILED" in text_of(again["Is it still the same model?"])
