@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from modes import each_value, full
+from engines import GREEDY, LENGTH, Recorder, collect, fail_and_poison, prompts_of, tokens
+from modes import full
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, TokenUsage
+from minifloat.engine import Engine, Request, SamplingParams, TokenUsage
 from minifloat.engine.blueprint import blueprint_of
 from minifloat.engine.opening import _kv_cache, open_model
 from minifloat.engine.options import EngineOptions
@@ -28,31 +28,14 @@ from minifloat.numerics.granularity import TENSOR
 from minifloat.quantize.job import quantize_checkpoint
 
 MakeModel = Callable[..., Path]
-LENGTH = 24
-GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
-#: Model type -> what its config has beyond what all test models have.
+#: Model type -> what its config has beyond what all test models have; test_native_families.py has all native ones.
 NATIVE: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 20},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-    "qwen3": {"head_dim": 16},
-    "mixtral": {},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_experts_per_tok": 2,
-    },
     "qwen3_moe": {},
-    "deepseek_v3": {},
 }
 FOREIGN: dict[str, dict[str, Any]] = {"llama4_text": {}, "bloom": {}}
-
-
-def prompts_of(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[tuple[int, ...]]:
-    generator = random.Random(seed)
-    return [tuple(generator.randrange(250) for _ in range(generator.randint(low, high))) for _ in range(count)]
 
 
 def expected(
@@ -69,10 +52,6 @@ def expected(
         )
         found.append(output[0, len(prompt) :].tolist())
     return found
-
-
-def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [list(completion.tokens) for completion in engine.generate(prompts, params)]
 
 
 @pytest.fixture(scope="module", params=[*NATIVE, "llama4_text", full("bloom")])
@@ -98,39 +77,17 @@ def test_tokens_are_the_same_when_prompts_are_cut_into_pieces(model: Any) -> Non
     assert tokens(engine, prompts) == answers
 
 
-class Counter:
-    """An observer that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepStats] = []
-        self.first: list[float] = []
-        self.between: list[float] = []
-        self.ends: list[tuple[str, Timings, TokenUsage]] = []
-
-    def step(self, stats: StepStats) -> None:
-        self.steps.append(stats)
-
-    def token(self, since_previous: float) -> None:
-        self.between.append(since_previous)
-
-    def first_token(self, seconds: float) -> None:
-        self.first.append(seconds)
-
-    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
-        self.ends.append((reason, timings, usage))
-
-
 def test_tokens_are_the_same_when_the_cache_is_too_small_for_all(model: Any) -> None:
     folder, _, prompts, answers = model
     info = Engine(folder, EngineOptions(dtype="float32")).info
-    counter = Counter()
+    recorder = Recorder()
     engine = Engine(
         folder,
         EngineOptions(dtype="float32", kv_cache_memory=info.kv_bytes_per_token * 16 * 9, max_model_len=100),
-        observer=counter,
+        observer=recorder,
     )
     assert tokens(engine, prompts) == answers
-    assert sum(step.preemptions for step in counter.steps) > 0
+    assert recorder.preemptions > 0
     assert engine.kv_usage == 0.0
 
 
@@ -143,21 +100,6 @@ def test_tokens_are_the_same_after_a_hit_in_the_prefix_cache(model: Any) -> None
     cached = [completion.usage.cached_tokens for completion in again]
     wanted = [(len(prompt) - 1) // 16 * 16 if runner == "native" else 0 for prompt in prompts]
     assert cached == wanted
-
-
-@pytest.mark.parametrize(
-    ("scheme", "name"), each_value(["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"], ["llama", "qwen3_moe"])
-)
-def test_quantized_models_make_the_tokens_of_the_reference(
-    scheme: str, name: str, make_model: MakeModel, tmp_path: Path
-) -> None:
-    folder = make_model(tmp_path / "model", name, hidden_size=128, intermediate_size=128)
-    quantize_checkpoint(folder, tmp_path / "out", scheme)
-    prompts = prompts_of(5)
-    engine = Engine(tmp_path / "out", EngineOptions(dtype="float32"))
-    assert engine.info.runner == "native"
-    assert engine.info.scheme.startswith(scheme)
-    assert tokens(engine, prompts) == expected(tmp_path / "out", prompts, lm_head="auto")
 
 
 def test_bf16_logits_are_near_those_of_transformers(llama_folder: Path) -> None:
@@ -266,42 +208,6 @@ def test_json_output_is_json_of_the_schema(llama_folder: Path) -> None:
         assert isinstance(value["age"], int)
 
 
-def test_bad_schemas_are_refused_and_the_next_request_is_fine(llama_folder: Path) -> None:
-    from minifloat.engine import Grammar
-
-    pytest.importorskip("llguidance")
-    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
-    for schema in ({"type": "nothing"}, '{"type": ', {"type": "string", "pattern": "("}, {"$ref": "#/nowhere"}):
-        with pytest.raises(UsageError):
-            engine.generate(["abc"], SamplingParams(grammar=Grammar.json_schema(schema)))
-    bomb: dict[str, Any] = {"type": "string"}
-    for _ in range(2000):
-        bomb = {"type": "array", "items": bomb, "minItems": 1000}
-    with pytest.raises(UsageError):
-        engine.generate(["abc"], SamplingParams(max_tokens=4, grammar=Grammar.json_schema(bomb)))
-    assert not engine.has_work
-    assert len(tokens(engine, prompts_of(2))) == 2
-
-
-def test_one_failing_sequence_ends_alone(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
-    prompts = prompts_of(4)
-    answers = tokens(engine, prompts)
-    run = engine._runner.run
-
-    def failing(works: Any) -> Any:
-        if any(work.sequence.request_id == "2" for work in works):
-            raise RuntimeError("injected")
-        return run(works)
-
-    monkeypatch.setattr(engine._runner, "run", failing)
-    deliveries = collect(engine, prompts)
-    assert (deliveries["2"].finish_reason, deliveries["2"].error) == ("error", "injected")
-    for index in (0, 1, 3):
-        assert list(deliveries[str(index)].tokens) == answers[index]
-    assert engine.kv_usage == 0.0
-
-
 @pytest.mark.parametrize("place", ["choice", "text"])
 def test_a_sequence_whose_choice_or_text_fails_ends_alone(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
@@ -332,34 +238,19 @@ def test_a_sequence_whose_choice_or_text_fails_ends_alone(
     assert engine.kv_usage == 0.0
 
 
-def test_nan_logits_end_their_own_sequence_only(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(llama_folder, EngineOptions(dtype="float32"))
-    prompts = prompts_of(4)
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_failures_and_nan_logits_stay_with_their_sequence(
+    runner: str, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(llama_folder, EngineOptions(dtype="float32", runner=runner))
+    prompts = prompts_of(5)
     answers = tokens(engine, prompts)
-    run = engine._runner.run
-
-    def poisoned(works: Any) -> Any:
-        logits = run(works)
-        sampled = [work.sequence.request_id for work in works if work.samples]
-        if "1" in sampled:
-            logits[sampled.index("1"), 3] = float("nan")
-        return logits
-
-    monkeypatch.setattr(engine._runner, "run", poisoned)
+    fail_and_poison(engine, monkeypatch)
     deliveries = collect(engine, prompts)
-    assert deliveries["1"].finish_reason == "error"
-    assert [list(deliveries[name].tokens) for name in ("0", "2", "3")] == [answers[0], answers[2], answers[3]]
-
-
-def collect(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams = GREEDY) -> dict[str, Delivery]:
-    for index, prompt in enumerate(prompts):
-        engine.add(Request(str(index), prompt, params))
-    whole: dict[str, Delivery] = {}
-    while engine.has_work:
-        for delivery in engine.step():
-            name = delivery.request_id
-            whole[name] = whole[name] + delivery if name in whole else delivery
-    return whole
+    assert (deliveries["2"].finish_reason, deliveries["2"].error) == ("error", "injected")
+    assert "not finite" in str(deliveries["1"].error)
+    assert [list(deliveries[name].tokens) for name in ("0", "3", "4")] == [answers[0], *answers[3:]]
+    assert engine.kv_usage == 0.0
 
 
 def test_cancelling_frees_everything(llama_folder: Path) -> None:
@@ -376,16 +267,16 @@ def test_cancelling_frees_everything(llama_folder: Path) -> None:
 
 
 def test_the_listener_receives_the_numbers_of_steps_tokens_and_requests(llama_folder: Path) -> None:
-    counter = Counter()
-    engine = Engine(llama_folder, EngineOptions(dtype="float32"), observer=counter)
+    recorder = Recorder()
+    engine = Engine(llama_folder, EngineOptions(dtype="float32"), observer=recorder)
     prompts = prompts_of(5)
     engine.generate(prompts, GREEDY)
-    assert sum(step.prompt_tokens for step in counter.steps) == sum(map(len, prompts))
-    assert sum(step.generation_tokens for step in counter.steps) == 5 * LENGTH
-    assert (len(counter.first), len(counter.between)) == (5, 5 * (LENGTH - 1))
-    assert [reason for reason, _, _ in counter.ends] == ["length"] * 5
-    assert counter.steps[-1].running == 0
-    for _, timings, usage in counter.ends:
+    assert sum(step.prompt_tokens for step in recorder.steps) == sum(map(len, prompts))
+    assert sum(step.generation_tokens for step in recorder.steps) == 5 * LENGTH
+    assert (len(recorder.first), len(recorder.between)) == (5, 5 * (LENGTH - 1))
+    assert [reason for reason, _, _ in recorder.ends] == ["length"] * 5
+    assert recorder.steps[-1].running == 0
+    for _, timings, usage in recorder.ends:
         assert usage.completion_tokens == LENGTH
         assert timings.scheduled is not None
         assert timings.first_token is not None

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from engines import run
 
-from minifloat.engine import Delivery, Engine, EngineOptions, Grammar, Request, SamplingParams
+from minifloat.engine import Engine, EngineOptions, Grammar, Request, SamplingParams
 from minifloat.engine.grammar import GrammarLimits, Grammars, GrammarState
 from minifloat.errors import QueueFull, UsageError
 from minifloat.model.runtime.tokenizer import serving_tokenizer
@@ -224,15 +225,6 @@ def engine(llama_folder: Path) -> Iterator[Engine]:
     made = Engine(llama_folder, EngineOptions(dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=8))
     yield made
     made.close()
-
-
-def run(engine: Engine) -> dict[str, Delivery]:
-    """Step until nothing is left, and return the whole delivery of each request."""
-    parts: dict[str, list[Delivery]] = {}
-    while engine.has_work:
-        for delivery in engine.step():
-            parts.setdefault(delivery.request_id, []).append(delivery)
-    return {name: Delivery.joined(deliveries) for name, deliveries in parts.items()}
 
 
 def test_a_text_whose_grammar_fails_ends_with_an_error_and_not_with_stop(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Recorder
 
 from minifloat.engine import (
     Engine,
@@ -18,10 +19,7 @@ from minifloat.engine import (
     GeneratedText,
     Request,
     SamplingParams,
-    StepStats,
-    Timings,
     TokenLogprob,
-    TokenUsage,
 )
 from minifloat.engine.sampling import NonFiniteLogits
 from minifloat.engine.steps import score
@@ -33,24 +31,6 @@ ALTERNATIVES = 3
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=ALTERNATIVES)
 PLAIN = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TOLERANCE = 1e-4
-
-
-class Counter:
-    """An observer that counts."""
-
-    def __init__(self) -> None:
-        self.preemptions = self.generated = self.first = 0
-
-    def step(self, stats: StepStats) -> None:
-        self.preemptions += stats.preemptions
-        self.generated += stats.generation_tokens
-
-    def token(self, since_previous: float) -> None: ...
-
-    def first_token(self, seconds: float) -> None:
-        self.first += 1
-
-    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +122,14 @@ def test_prompt_logprobs_are_the_same_in_pieces_beside_other_requests(
 def test_prompt_logprobs_are_reported_once_after_a_preemption(
     runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
 ) -> None:
-    counter = Counter()
+    recorder = Recorder()
     memory = engine_of(folder, runner).info.kv_bytes_per_token * 16 * 9
     engine = engine_of(
-        folder, runner, kv_cache_memory=memory, max_model_len=100, max_num_batched_tokens=13, observer=counter
+        folder, runner, kv_cache_memory=memory, max_model_len=100, max_num_batched_tokens=13, observer=recorder
     )
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=ALTERNATIVES)
     check_all(engine.generate(prompts, params), expected)
-    assert counter.preemptions > 0
+    assert recorder.preemptions > 0
     assert engine.kv_usage == 0.0
 
 
@@ -157,15 +137,15 @@ def test_prompt_logprobs_are_reported_once_after_a_preemption(
 def test_a_prompt_can_be_all_that_is_asked_for(
     runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
 ) -> None:
-    counter = Counter()
-    engine = engine_of(folder, runner, max_model_len=60, observer=counter)
+    recorder = Recorder()
+    engine = engine_of(folder, runner, max_model_len=60, observer=recorder)
     params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=ALTERNATIVES)
     completions = engine.generate(prompts, params)  # one of them fills the context
     check_all(completions, expected)
     assert {(completion.tokens, completion.text, completion.finish_reason) for completion in completions} == {
         ((), "", "length")
     }
-    assert (counter.generated, counter.first) == (0, 0)
+    assert (sum(step.generation_tokens for step in recorder.steps), recorder.first) == (0, [])
     # The last token is predicted and not computed, so one more fits.
     (longer,) = engine.generate([(*prompts[5], 1)], params)
     assert longer.prompt_logprobs is not None

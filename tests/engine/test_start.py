@@ -1,8 +1,9 @@
-"""Starting an engine on the native path imports neither transformers nor torch's compiler, which take seconds."""
+"""A start on the native path imports neither transformers nor torch's compiler; the log says how far it is."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from native_cases import model_of, write
+
+from minifloat.engine import Engine, EngineOptions, blueprint
+from minifloat.errors import UsageError
 
 #: Opens an engine, generates, and makes the server's application; prints which modules were imported.
 _START = """
@@ -73,3 +77,24 @@ def test_the_help_of_a_command_imports_no_torch(command: str) -> None:
     code = "import sys; from click.testing import CliRunner; from minifloat.commands.main import main\n"
     code += f"assert CliRunner().invoke(main, ['{command}', '--help']).exit_code == 0; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_cache_for_which_there_is_no_memory_is_refused_with_what_is_free(llama_folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"^kv_cache_memory: 900\.00 GiB were asked for, and [\d.,]+ [MG]iB are free"):
+        Engine(llama_folder, EngineOptions(kv_cache_memory=900 << 30))
+
+
+def test_the_log_names_what_is_loaded_before_it_is_loaded(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="minifloat"):
+        Engine(llama_folder, EngineOptions(kv_cache_memory=1 << 20))
+    assert any(f"loading {llama_folder.name}: " in message and "to cpu" in message for message in caplog.messages)
+
+
+def test_the_log_counts_layers_every_few_seconds_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = iter([0.0, 1.0, 4.0, 5.5, 6.0, 11.0])
+    monkeypatch.setattr(blueprint.time, "monotonic", lambda: next(clock))
+    with caplog.at_level(logging.INFO, logger="minifloat"):
+        assert list(blueprint.logged_layers("abcde")) == list("abcde")
+    assert caplog.messages == ["loading: 2 of 5 layers", "loading: 4 of 5 layers"]

@@ -7,9 +7,12 @@ transformers' classes, which tests/serve/engine/test_blueprint.py compares.
 
 from __future__ import annotations
 
+import logging
 import re
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +25,10 @@ from minifloat.model.architecture.decoder import NATIVE, decoder_layout, why_not
 from minifloat.model.architecture.multimodal import text_of
 from minifloat.model.runtime.tensors import ignorable_names
 from minifloat.model.runtime.weights import FusedParameter, ModelParameters
+
+_LOG = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
@@ -92,3 +99,14 @@ def _fused_parameters(layout: ExpertsLayout) -> dict[str, FusedParameter]:
         name: FusedParameter(shape, experts, layout.transposed, layout.either)
         for (name, shape), experts in zip(shapes, (gate_up, down), strict=True)
     }
+
+
+def logged_layers(layers: Sequence[_Item]) -> Iterator[_Item]:
+    """Yield the layers that are to be loaded, and log how many are done."""
+    said = time.monotonic()
+    for number, layer in enumerate(layers):
+        now = time.monotonic()
+        if now - said >= _SECONDS_BETWEEN_LINES:
+            said = now
+            _LOG.info("loading: %d of %d layers", number, len(layers))
+        yield layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,38 +9,22 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from engines import GREEDY, Recorder, collect, devices, fail_and_poison, prompts_of, tokens
 from safetensors.torch import load_file, save_file
 
 from minifloat.commands.main import main
-from minifloat.engine import Engine, EngineListener, EngineOptions, SamplingParams, StepStats, Timings, TokenUsage
+from minifloat.engine import Engine, EngineListener, EngineOptions, Request, SamplingParams
 from minifloat.engine.device import transfer
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 
 MakeModel = Callable[..., Path]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 20},
     "qwen2": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     "qwen3": {"head_dim": 16},
 }
-devices = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
-    ],
-)
-
-
-def prompts_of(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[tuple[int, ...]]:
-    generator = random.Random(seed)
-    return [tuple(generator.randrange(250) for _ in range(generator.randint(low, high))) for _ in range(count)]
-
-
-def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [list(completion.tokens) for completion in engine.generate(prompts, params)]
 
 
 def on_device(folder: Path, device: str, observer: EngineListener | None = None, **options: Any) -> Engine:
@@ -78,35 +61,18 @@ def test_tokens_are_the_same_when_prompts_are_cut_into_pieces(model: Any, device
     assert tokens(on_device(folder, device, max_num_seqs=5, max_num_batched_tokens=13), prompts) == answers
 
 
-class Counter:
-    """An observer that counts."""
-
-    def __init__(self) -> None:
-        self.preemptions = self.hits = 0
-
-    def step(self, stats: StepStats) -> None:
-        self.preemptions += stats.preemptions
-        self.hits += stats.prefix_hits
-
-    def token(self, since_previous: float) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None: ...
-
-
 @devices
 def test_tokens_are_the_same_with_preemptions_and_shared_prefixes(model: Any, device: str) -> None:
     folder, prompts, answers = model
     memory = Engine(folder, EngineOptions(dtype="float32", runner="device")).info.kv_bytes_per_token * 16 * 9
-    counter = Counter()
-    engine = on_device(folder, device, kv_cache_memory=memory, max_model_len=100, observer=counter)
+    recorder = Recorder()
+    engine = on_device(folder, device, kv_cache_memory=memory, max_model_len=100, observer=recorder)
     assert tokens(engine, prompts) == answers
-    assert counter.preemptions > 0
+    assert recorder.preemptions > 0
     assert engine.kv_usage == 0.0
-    roomy = on_device(folder, device, observer=counter)
+    roomy = on_device(folder, device, observer=recorder)
     assert tokens(roomy, prompts[:6]) + tokens(roomy, prompts[:6]) == answers[:6] * 2
-    assert counter.hits > 0
+    assert sum(step.prefix_hits for step in recorder.steps) > 0
 
 
 @devices
@@ -210,8 +176,6 @@ def test_a_step_waits_for_the_device_once(device: str, llama_folder: Path, monke
         return found
 
     monkeypatch.setattr(transfer.Fetch, "wait", counted)
-    from minifloat.engine import Request
-
     kinds = [
         GREEDY,
         SamplingParams(temperature=0.8, seed=1, max_tokens=24),
@@ -244,30 +208,11 @@ def test_seeded_draws_are_those_of_the_cpu_engine(device: str, llama_folder: Pat
 
 @devices
 def test_failures_stay_with_their_sequence(device: str, llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minifloat.engine import Delivery, Request
-
     engine = on_device(llama_folder, device)
     prompts = prompts_of(5)
     answers = tokens(engine, prompts)
-    run = engine._runner.run
-
-    def failing(works: Any) -> Any:
-        names = [work.sequence.request_id for work in works]
-        if "2" in names:
-            raise RuntimeError("injected")
-        logits = run(works)
-        if "1" in names and all(work.samples for work in works):
-            logits[names.index("1"), 3] = float("nan")
-        return logits
-
-    monkeypatch.setattr(engine._runner, "run", failing)
-    for index, prompt in enumerate(prompts):
-        engine.add(Request(str(index), prompt, GREEDY))
-    whole: dict[str, Delivery] = {}
-    while engine.has_work:
-        for delivery in engine.step():
-            name = delivery.request_id
-            whole[name] = whole[name] + delivery if name in whole else delivery
+    fail_and_poison(engine, monkeypatch)
+    whole = collect(engine, prompts)
     assert whole["2"].error == "injected"
     assert "not finite" in str(whole["1"].error)
     for index in (0, 3, 4):

@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import devices
 
 from minifloat.engine import Delivery, Engine, EngineOptions, Request, SamplingParams
 from minifloat.engine.device import DeviceRunner
 
-devices = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
-    ],
-)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 5, "max_model_len": 60}
 
 

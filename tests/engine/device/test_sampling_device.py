@@ -8,19 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from engines import devices
 
 from minifloat.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.engine.sampling import draw as draw_on_host
 from minifloat.engine.sampling import sample as sample_on_host
 from minifloat.engine.sampling.device import _most_probable, draw, sample
 
-devices = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
-    ],
-)
 SETTINGS = list(
     itertools.product((0.3, 1.0, 1.7), (0, 1, 7, 40), (1.0, 0.9, 0.3), (0.0, 0.05))
 )  # temperature, top_k, top_p, min_p

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minifloat.engine.blueprint import Blueprint
+from minifloat.engine.blueprint import Blueprint, logged_layers
 from minifloat.engine.device.inputs import FP8Inputs
-from minifloat.engine.loading_log import logged_layers
 from minifloat.engine.rotary import rotary_frequencies
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels.decoder_layout import AttentionLayout, LayerLayout, LinearLayout, MlpLayout, NormLayout

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minifloat.engine.blueprint import Blueprint
-from minifloat.engine.loading_log import logged_layers
+from minifloat.engine.blueprint import Blueprint, logged_layers
 from minifloat.engine.native.layers import LayerBuilder, rounded
 from minifloat.engine.native.weights import NativeWeights
 from minifloat.errors import MinifloatError
