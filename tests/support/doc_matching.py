@@ -2,8 +2,8 @@
 
 Words and integers have to be equal. Processors add BF16 products in another order, so that a number with a decimal
 point may differ by 5% or by 3 units of the last digit that the page shows, and in a line with percentages by 0.15 of
-them. Times, rates, ids, dates are not compared. A line ``...`` stands for any lines, ``...`` at the end of a line for
-its rest. The width of columns does not count.
+them; a percentage without decimals by 1. Times, rates, ids, dates are not compared. A line ``...`` stands for any
+lines, ``...`` at the end of a line for its rest. The width of columns does not count.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from itertools import zip_longest
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+#: A percentage without decimals, with its interval if it has one.
+_WHOLE_PERCENT = re.compile(r"(?<![\w.,])[-+]?\d{1,3}%(?: \[[-+]?\d{1,3}, [-+]?\d{1,3}\])?")
 _TIME = re.compile(
     r"(?<![\w.])\d[\d,.]*(?:e[-+]\d+)? ?(?:s|ms|us|min|minutes?|seconds?|hours?|[KMG]i?B/s|tokens?/s|per second)(?!\w)"
 )
@@ -97,7 +99,11 @@ def same_line(shown: str, printed: str, allowed: Tolerance = DEFAULT_TOLERANCE) 
         return _words(shown) == _words(printed)
     if _NUMBER.sub("0", shown) != _NUMBER.sub("0", printed):
         return False
-    pairs = zip_longest(_NUMBER.findall(shown), _NUMBER.findall(printed), fillvalue="")
+    percentages = (re.findall(r"[-+]?\d+", " ".join(_WHOLE_PERCENT.findall(line))) for line in (shown, printed))
+    if any(abs(int(a) - int(b)) > 1 for a, b in zip(*percentages, strict=False)):
+        return False
+    rest = (_WHOLE_PERCENT.sub("%", line) for line in (shown, printed))
+    pairs = zip_longest(*map(_NUMBER.findall, rest), fillvalue="")
     return all(_same_number(a, b, allowed, percentages="%" in shown) for a, b in pairs)
 
 
