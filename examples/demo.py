@@ -33,7 +33,7 @@ from minifloat.evaluate.checkpoint_report import read_results
 from minifloat.evaluate.checkpoint_report.document import document
 from minifloat.report import terminal
 from minifloat.report.text import size_text
-from minifloat.serve.connection import Connection, ServerError
+from minifloat.serve.client import Connection, ServerError
 
 MODEL = Path(__file__).parent / "storybook-4m"
 #: FP8 is rounded to nearest; the codes of MXFP4 are chosen with text that the model writes itself.

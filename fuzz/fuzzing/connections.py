@@ -16,7 +16,7 @@ from fuzzing.mutation import change_bytes
 from fuzzing.serving_app import MODEL, PATIENCE, Application
 from fuzzing.target import Target
 from minifloat.model.runtime.tokenizer import load_tokenizer
-from minifloat.serve.server.connection import Server
+from minifloat.serve.server.http_server import Server
 
 _MOST_BYTES = 1 << 20  # of the answers
 

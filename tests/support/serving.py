@@ -15,7 +15,7 @@ from typing import Any
 
 from minifloat.engine import AsyncEngine
 from minifloat.serve.server import ServerSettings, create_app, listen
-from minifloat.serve.server.connection import Server
+from minifloat.serve.server.http_server import Server
 
 MODEL = "tiny"
 #: Seconds to wait for an event that must come: long enough for a machine whose processors are busy with other work.

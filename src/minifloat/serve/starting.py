@@ -1,16 +1,17 @@
-"""What a process that will open a model does before it imports torch: `starting`.
-
-Imports no torch: the imports are what takes the time that this uses.
-"""
+"""What a process does before it imports torch and opens a model: it binds its address, and starts faster."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from minifloat.errors import UsageError
 
 #: How long Python lets one thread run while another waits: short, because a thread that packs weights needs Python for
 #: microseconds only, after each weight.
@@ -54,3 +55,21 @@ def importing(module: str) -> Iterator[None]:
 def _import(module: str) -> None:
     with suppress(Exception):
         importlib.import_module(module)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address, so that an address in use is an error before any slow work."""
+    name = host.strip("[]")
+    bound = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((name, port))
+    except OSError as error:
+        bound.close()
+        cure = ""
+        if error.errno == errno.EADDRINUSE:
+            cure = "; another program listens on this port: choose another one with --port"
+        elif error.errno == errno.EACCES:
+            cure = "; ports below 1024 need a privilege: choose another one with --port"
+        raise UsageError(f"{host}:{port}: cannot listen there: {error.strerror}{cure}") from error
+    return bound

@@ -122,7 +122,6 @@ def open_text_model(
 
 
 def _native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterator[str]:
-    """Return an iterator over pieces of the continuation of a prompt."""
     tokens = engine.encode(prompt)
     if not tokens:
         raise UsageError("the prompt is empty, and the tokenizer has no token to begin a text with")

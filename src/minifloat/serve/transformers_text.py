@@ -31,7 +31,6 @@ from minifloat.model.runtime.tokenizer import end_tokens, load_tokenizer
 
 
 def transformers_pieces(model: PreTrainedModel, prompt: str, params: SamplingParams) -> Iterator[str]:
-    """Return an iterator over pieces of the continuation of a prompt."""
     tokenizer = load_tokenizer(str(model.config.name_or_path))
     ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
     if ids == [None]:

@@ -23,8 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
 from minifloat.engine import Engine, EngineOptions, SamplingParams
-from minifloat.serve.client import ChatClient, chat
-from minifloat.serve.connection import ServerError
+from minifloat.serve.client import ChatClient, ServerError, chat
 from minifloat.serve.server import read_api_keys
 
 KEY = "a-key-for-tests"

@@ -14,7 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import running, wait_for
 
-from minifloat.serve.server.acceptor import RESERVED_DESCRIPTORS, fitting_connections
+from minifloat.serve.server.http_server import RESERVED_DESCRIPTORS, fitting_connections
 
 #: Opens sockets until no more can be connected, says so, and holds them.
 HOLD = """

@@ -123,7 +123,7 @@ def _open_unread(client: Client, path: str, body: dict[str, Any]) -> socket.sock
 def test_a_client_that_never_reads_is_dropped_with_its_request(
     tokenizer: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minifloat.serve.server.sse._LAST_EVENT_SECONDS", 0.1)
+    monkeypatch.setattr("minifloat.serve.server.generation._LAST_EVENT_SECONDS", 0.1)
     body = {"prompt": "x" * 20, "n": 8, "max_tokens": 450, "logprobs": 20, "stream": stream}
     with running(FakeEngine(tokenizer), request_timeout=60, shutdown_timeout=0.1, **SHORT) as client:
         connections = client.server.server_state.connections

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from minifloat.serve.server.answers import Version
-from minifloat.serve.server.generation import Generation
-from minifloat.serve.server.sse import EventStream
+from minifloat.serve.server.generation import EventStream, Generation
 
 
 class _Stream:
@@ -30,7 +29,7 @@ async def _events() -> AsyncGenerator[Version, None]:
 
 
 def test_a_stream_to_a_client_that_does_not_read_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minifloat.serve.server.sse._LAST_EVENT_SECONDS", 0.05)
+    monkeypatch.setattr("minifloat.serve.server.generation._LAST_EVENT_SECONDS", 0.05)
     stream: Any = _Stream()
     sent: list[Any] = []
 

@@ -34,7 +34,7 @@ from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged
 from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass
 from minifloat.model.runtime.templates import apply_chat_template
-from minifloat.serve.connection import Connection, ServerError
+from minifloat.serve.client import Connection, ServerError
 
 #: Text that tokenizers cut differently: words, numbers, spaces, another script, an emoji.
 _SAMPLE = "The  year 2024 cost 1,234.50 euros;\n\tdéjà vu, 東京 and 🙂 don't_agree."

@@ -1,7 +1,7 @@
 """A server with OpenAI's API for one machine: FastAPI on uvicorn.
 
-`settings` holds the server's settings and `app` joins the parts. A request passes `connection` (limits of HTTP),
-`middleware` (id, log, host, key, body), `protocol` (validation), `prompts` and `chat` (tokens), `service` (submission
+`settings` holds the server's settings and `app` joins the parts. A request passes `http_connection` (limits of HTTP),
+`middleware` (id, log, host, key, body), `protocol` (validation), `prompts` (tokens), `service` (submission
 to the engine), `generation` (deliveries of the engine) and `writers` (the answer). Several machines, LoRA, images and
 tool calls are left to larger servers.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minifloat.serve.server.app import create_app, serve
-    from minifloat.serve.server.connection import listen
+    from minifloat.serve.server.http_server import listen
     from minifloat.serve.server.settings import ServerSettings, read_api_keys
     from minifloat.serve.server.start import serve_checkpoint
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "ServerSettings": "settings",
     "create_app": "app",
-    "listen": "connection",
+    "listen": "http_server",
     "read_api_keys": "settings",
     "serve": "app",
     "serve_checkpoint": "start",

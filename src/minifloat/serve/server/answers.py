@@ -32,7 +32,6 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, choices: Sequence[EngineUsage], per_prompt: int) -> Usage:
-        """Return the sum over choices."""
         prompts = choices[::per_prompt]
         completion_tokens = sum(choice.completion_tokens for choice in choices)
         prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
@@ -244,7 +243,6 @@ def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int, *, as_ids
 
 
 def token_id(token: int) -> str:
-    """Return the name of a token in log-probabilities with ``return_tokens_as_token_ids``, as vLLM writes it."""
     return f"token_id:{token}"
 
 

@@ -18,9 +18,8 @@ from starlette.responses import JSONResponse
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
 from minifloat.serve.server import completions, routes
-from minifloat.serve.server.acceptor import fitting_connections
-from minifloat.serve.server.connection import Server, address
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
+from minifloat.serve.server.http_server import Server, address, fitting_connections
 from minifloat.serve.server.middleware import Guard, RequestLog
 from minifloat.serve.server.openapi import describe
 from minifloat.serve.server.service import Service

@@ -18,11 +18,10 @@ from starlette.responses import JSONResponse, Response
 
 from minifloat.serve.server.answers import ChatChunk, ChatCompletion, Completion, Usage
 from minifloat.serve.server.errors import APIError
-from minifloat.serve.server.generation import Disconnected, Generation, unless_disconnected
+from minifloat.serve.server.generation import Disconnected, EventStream, Generation, timeout_error, unless_disconnected
 from minifloat.serve.server.openapi import streamed
 from minifloat.serve.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from minifloat.serve.server.service import BoundedRoute, Service, require_json
-from minifloat.serve.server.sse import EventStream, timeout_error
 from minifloat.serve.server.writers import ChatWriter, CollectedChoice, EchoedPrompt, TextWriter, Writer
 
 router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"], dependencies=[Depends(require_json)])
@@ -50,7 +49,7 @@ async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Re
     writer = TextWriter(
         f"cmpl-{name}",
         service.settings.model_name,
-        [prompt for prompt in echoed for _ in range(body.n)],
+        prompts=[prompt for prompt in echoed for _ in range(body.n)],
         logprobs=body.logprobs is not None,
         with_usage=_wants_usage(body),
         as_ids=body.return_tokens_as_token_ids,
@@ -69,7 +68,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: HTTPReque
     writer = ChatWriter(
         f"chatcmpl-{name}",
         service.settings.model_name,
-        body.n,
+        choices=body.n,
         logprobs=body.logprobs,
         with_usage=_wants_usage(body),
     )
@@ -88,7 +87,6 @@ async def _respond(
     writer: Writer,
     num_choices: int,
 ) -> Response:
-    """Return the whole answer, or a stream of it."""
     choices = [CollectedChoice() for _ in range(num_choices)]
     seconds = service.settings.request_timeout
     if body.stream:

@@ -77,7 +77,6 @@ class APIError(HTTPException):
         return ErrorBody(error=ErrorDetail(message=self.detail, type=kind, param=self.param, code=self.code))
 
     def response(self) -> JSONResponse:
-        """Return the HTTP response."""
         return JSONResponse(self.body.model_dump(), status_code=self.status_code, headers=self.headers)
 
 
@@ -92,7 +91,6 @@ def from_http(error: HTTPException) -> APIError:
 
 
 def from_minifloat(error: MinifloatError) -> APIError:
-    """Return the answer to an error of minifloat."""
     if isinstance(error, QueueFull):
         headers = {"retry-after": str(RETRY_AFTER)}
         return APIError(503, f"the server is busy: {error}", code="queue_full", headers=headers)
@@ -108,7 +106,6 @@ def from_minifloat(error: MinifloatError) -> APIError:
 
 
 def _field(error: UsageError) -> str | None:
-    """Return the field of the request that a message of the engine begins with, or None."""
     match = _FIELD.match(str(error))
     return _API_NAMES.get(match[1], match[1]) if match else None
 

@@ -10,6 +10,10 @@ loses the answer. This module adds to it:
   more are accepted, on which `/health` is answered and all else is a 503;
 - lingering: after a refusal the client may send on for a while, so that it reads the answer.
 
+No library that we looked at has all of these. hypercorn 0.18 has one timeout per read, which a client that trickles
+bytes renews, and none for a client that does not read; granian 2.8 has a deadline for HTTP/1 heads only, none for
+bodies, writes or idle connections, and stops to accept at its limit, so that silent sockets shut everybody out.
+
 Source: RFC 9112, section 9.6, on closing in stages.
 """
 
@@ -67,12 +71,7 @@ class ConnectionLimit:
 
 
 class HTTPConnection(H11Protocol):
-    """A connection.
-
-    Args:
-        limit: The limit that all connections of the server share.
-        arguments: As for `H11Protocol`.
-    """
+    """A connection; `limit` is shared by all connections of the server."""
 
     transport: Any
 
@@ -86,10 +85,7 @@ class HTTPConnection(H11Protocol):
         self._lingers, self._may_linger, self._has_left = False, True, False
         self._linger_bytes = _LINGER_BODIES * self._settings.max_body_bytes
 
-    # ------------------------------------------------------------------------------------------- uvicorn's callbacks
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept, or refuse, a connection."""
         self._socket = transport
         transport.set_write_buffer_limits(high=0)  # tells when the client has taken all that was written
         super().connection_made(cast(asyncio.Transport, _StagedTransport(self, transport)))
@@ -106,7 +102,6 @@ class HTTPConnection(H11Protocol):
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -114,7 +109,6 @@ class HTTPConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Handle bytes of the client."""
         if not self._lingers:
             super().data_received(data)
             self._watch()
@@ -124,7 +118,6 @@ class HTTPConnection(H11Protocol):
             self._socket.abort()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
         super().on_response_complete()
         self._watch()
 
@@ -132,13 +125,11 @@ class HTTPConnection(H11Protocol):
         """Do nothing: uvicorn's timeout ends at the first byte of a request; those of this class do not."""
 
     def pause_writing(self) -> None:
-        """Give the client time to take what was written."""
         super().pause_writing()
         self._unsent = self._socket.get_write_buffer_size()
         self._stall = self.loop.call_later(self._settings.write_timeout, self._check_taken)
 
     def resume_writing(self) -> None:
-        """Go on after the client has taken what was written."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
@@ -158,15 +149,11 @@ class HTTPConnection(H11Protocol):
         else:
             super().shutdown()
 
-    # ----------------------------------------------------------------------------------------------------- deadlines
-
     def drop(self) -> None:
-        """End the connection at once."""
         self._leave()
         self._socket.abort()
 
     def _leave(self) -> None:
-        """Count the connection no more."""
         self._limit.waiting.pop(self, None)
         self._limit.open -= not self._has_left
         self._has_left = True
@@ -216,8 +203,6 @@ class HTTPConnection(H11Protocol):
         self._unsent = unsent
         self._stall = self.loop.call_later(self._settings.write_timeout, self._check_taken)
 
-    # ------------------------------------------------------------------------------------------------------- the end
-
     def close(self) -> None:
         """Close the socket once everything is written, and read on before if the client is still sending."""
         if self._lingers or self._socket.is_closing():
@@ -235,7 +220,6 @@ class HTTPConnection(H11Protocol):
 
     @property
     def is_closing(self) -> bool:
-        """Whether no further request is read."""
         return self._lingers or self._socket.is_closing()
 
 

@@ -37,7 +37,6 @@ class RepeatFilter(logging.Filter):
         self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to write a record."""
         if record.levelno < logging.WARNING:
             return True
         kind = (record.name, record.levelno, str(record.msg).partition("\n")[0])
@@ -70,7 +69,6 @@ class DroppingHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a line, or drop it."""
         try:
             line = self.format(record)
         except Exception:

@@ -113,7 +113,6 @@ class Metrics:
     # ------------------------------------------------------------------------------- from the engine's thread
 
     def step(self, stats: StepStats) -> None:
-        """Record a finished step."""
         if stats.seconds > 0:
             self._bandwidth.set(stats.weight_bytes_read / stats.seconds)
         self._prompt_tokens.inc(stats.prompt_tokens)
@@ -142,13 +141,11 @@ class Metrics:
             self._inter_token.append((time.monotonic(), since_previous))
 
     def first_token(self, seconds: float) -> None:
-        """Record the time to first token of a request."""
         self._ttft.observe(seconds)
         with self._lock:
             self._first_tokens.append((time.monotonic(), seconds))
 
     def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
-        """Record a finished request."""
         self._finished.labels(finished_reason=reason).inc()
         if timings.finished is None:
             return
@@ -165,17 +162,14 @@ class Metrics:
     # ------------------------------------------------------------------------------- from the server
 
     def rejected(self, reason: str) -> None:
-        """Count a refused request."""
         self._rejections.labels(reason=reason).inc()
 
     def answered(self, route: str, status: int) -> None:
-        """Count an HTTP response."""
         self._http.labels(route=route, status=str(status)).inc()
         if status >= _FIRST_ERROR:
             self._errors.append((time.monotonic(), route, status))
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def recent(self) -> dict[str, Any]:

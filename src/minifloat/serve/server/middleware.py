@@ -44,7 +44,6 @@ class RequestLog:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -84,7 +83,6 @@ class Guard:
         self._hosts = frozenset(name.lower() for name in (*settings.allowed_hosts, *own))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -168,7 +166,6 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + settings.read_timeout
 
     async def receive(self) -> Message:
-        """Return the next message."""
         if self._is_complete:
             return await self._receive()
         try:

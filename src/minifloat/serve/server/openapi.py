@@ -25,12 +25,10 @@ _WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415)
 
 
 def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the error answers of a route."""
     return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
 
 
 def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route that returns text."""
     success: dict[int | str, dict[str, Any]] = {
         200: {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}
     }
@@ -38,13 +36,11 @@ def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
 
 
 def answers(model: type[BaseModel], *, with_body: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route that returns JSON."""
     success: dict[int | str, dict[str, Any]] = {200: {"model": model}}
     return success | failures(*(_WITH_BODY if with_body else _GUARDED))
 
 
 def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a route that generates text."""
     events = {"example": f"data: ({chunk.__name__} as JSON)\n\ndata: [DONE]\n\n"}
     success: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": {"text/event-stream": events}}}
     return success | failures(*_WITH_BODY, 503, 504)

@@ -36,11 +36,9 @@ class Prompts:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be encoded."""
         return bool(self._template or self._tokenizer.chat_template)
 
     def close(self) -> None:
-        """End the threads."""
         for thread in (self._thread, self._long_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -52,7 +50,6 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
 
     def _thread_for(self, length: int) -> ThreadPoolExecutor:
-        """Return the thread for a text of `length` characters or tokens."""
         return self._thread if length <= _SHORT else self._long_thread
 
     async def encode(
@@ -80,7 +77,6 @@ class Prompts:
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
     async def encode_chat(self, messages: Sequence[Message], options: dict[str, bool | str]) -> tuple[int, ...]:
-        """Return the tokens of a conversation."""
         size = sum(len(text) for message in messages for text in message.for_template().values())
         if size > self._max_characters:
             raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")

@@ -236,7 +236,6 @@ class SamplingRequest(_Strict):
 
 
 def raise_unsupported(name: str) -> None:
-    """Refuse a field of OpenAI's API that this server does not support."""
     raise FieldError(name, _UNSUPPORTED[name])
 
 
@@ -275,7 +274,6 @@ class CompletionRequest(SamplingRequest):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -356,7 +354,6 @@ class ChatCompletionRequest(SamplingRequest):
         return self
 
     def template_options(self) -> dict[str, bool | str]:
-        """Return the variables for the template."""
         variables = {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
         return variables | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
 

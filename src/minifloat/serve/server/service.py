@@ -39,7 +39,6 @@ class BoundedRoute(APIRoute):
     """A route that refuses bodies of very many values before they are parsed."""
 
     def get_route_handler(self) -> Callable[[HTTPRequest], Coroutine[Any, Any, Response]]:
-        """Return the handler."""
         handle = super().get_route_handler()
 
         async def bounded(request: HTTPRequest) -> Response:
@@ -70,7 +69,6 @@ class Service:
         self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model."""
         if name is not None and name != self.settings.model_name:
             raise APIError(
                 404,
@@ -88,7 +86,6 @@ class Service:
         *,
         prompt_logprobs: int | None = None,
     ) -> tuple[str, Generation]:
-        """Submit a request to the engine."""
         max_answers = self.engine.max_queue + self.info.max_num_seqs
         if len(prompts) * request.n > max_answers:
             raise invalid(

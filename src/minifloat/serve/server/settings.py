@@ -119,7 +119,6 @@ def collect_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> tupl
 
 
 def read_template(file: Path) -> str:
-    """Read a chat template from a file."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

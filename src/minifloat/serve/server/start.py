@@ -10,8 +10,7 @@ from minifloat.checkpoint.hub import model_name
 from minifloat.report.text import size_text
 from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
-from minifloat.serve.sockets import bind
-from minifloat.serve.starting import importing, starting
+from minifloat.serve.starting import bind, importing, starting
 
 if TYPE_CHECKING:
     from minifloat.engine import EngineOptions, ModelInfo

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -18,7 +19,6 @@ from minifloat.serve.server.answers import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatLogprobs,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -45,7 +45,6 @@ class CollectedChoice:
         self.usage = EngineUsage(0, 0, 0)
 
     def add(self, delivery: Delivery) -> None:
-        """Add the next delivery."""
         self._pieces.append(delivery.text)
         self.logprobs += delivery.logprobs or ()
         self.prompt_logprobs = delivery.prompt_logprobs or self.prompt_logprobs
@@ -55,7 +54,6 @@ class CollectedChoice:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self._pieces)
 
 
@@ -64,33 +62,53 @@ def reason(delivery: Delivery) -> FinishReason | None:
     return cast(FinishReason | None, delivery.finish_reason)
 
 
-class Writer(Protocol):
-    """Writes one kind of answer."""
+class Writer(ABC):
+    """Writes one kind of answer; `answer_type` and `chunk_type` are its bodies with their `object`."""
 
-    def opening(self) -> list[BaseModel]:
-        """Return the chunks before the first token."""
+    answer_type: tuple[type[BaseModel], str]
+    chunk_type: tuple[type[BaseModel], str]
 
-    def chunk(self, index: int, delivery: Delivery) -> BaseModel:
-        """Return the chunk of a delivery to the choice `index`."""
-
-    def last(self, usage: Usage) -> BaseModel:
-        """Return the chunk with the usage, which has no text."""
-
-    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
-        """Return the whole answer."""
-
-
-class _CommonFields:
-    """The fields that every body begins with."""
-
-    def __init__(self, name: str, model: str, *, with_usage: bool) -> None:
-        self.of_answer: dict[str, Any] = {
+    def __init__(self, name: str, model: str, *, logprobs: bool, with_usage: bool) -> None:
+        self._logprobs, self._with_usage = logprobs, with_usage
+        self._fields = {
             "id": name,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
-        self.of_chunk = self.of_answer | ({"usage": None} if with_usage else {})
+
+    @abstractmethod
+    def opening(self) -> list[BaseModel]:
+        """Return the chunks before the first token."""
+
+    @abstractmethod
+    def _new_text(self, index: int, delivery: Delivery, ending: dict[str, Any]) -> BaseModel:
+        """Return the choice of a chunk."""
+
+    @abstractmethod
+    def _whole(self, index: int, choice: CollectedChoice, ending: dict[str, Any]) -> BaseModel:
+        """Return the choice of a whole answer."""
+
+    def chunk(self, index: int, delivery: Delivery) -> BaseModel:
+        ending = {"finish_reason": reason(delivery), "stop_reason": delivery.stop_reason}
+        return self._chunk(self._new_text(index, delivery, ending))
+
+    def last(self, usage: Usage) -> BaseModel:
+        """Return the chunk with the usage, which has no text."""
+        body, kind = self.chunk_type
+        return body(object=kind, choices=[], **self._fields, usage=usage)
+
+    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+        body, kind = self.answer_type
+        bodies = [
+            self._whole(index, choice, {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason})
+            for index, choice in enumerate(choices)
+        ]
+        return body(object=kind, choices=bodies, usage=usage, **self._fields)
+
+    def _chunk(self, choice: BaseModel) -> BaseModel:
+        body, kind = self.chunk_type
+        return body(object=kind, choices=[choice], **self._fields, **({"usage": None} if self._with_usage else {}))
 
 
 @dataclass(frozen=True)
@@ -102,67 +120,33 @@ class EchoedPrompt:
     first_id: int = 0
 
 
-class TextWriter:
+class TextWriter(Writer):
     """Writes answers of ``/v1/completions``."""
 
-    def __init__(
-        self,
-        name: str,
-        model: str,
-        prompts: Sequence[EchoedPrompt],
-        *,
-        logprobs: bool,
-        with_usage: bool,
-        as_ids: bool = False,
-    ) -> None:
-        self._fields = _CommonFields(name, model, with_usage=with_usage)
-        self._prompts, self._logprobs, self._as_ids = prompts, logprobs, as_ids
+    answer_type = chunk_type = (Completion, "text_completion")
+
+    def __init__(self, *arguments: Any, prompts: Sequence[EchoedPrompt], as_ids: bool, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._prompts, self._as_ids = prompts, as_ids
         self._offsets = [len(prompt.text) for prompt in prompts]
 
     def opening(self) -> list[BaseModel]:
         """Return chunks with the echoed prompts; with log-probabilities they come with the first delivery instead."""
-        if self._logprobs:
-            return []
+        ending = {"logprobs": None, "finish_reason": None, "stop_reason": None}
         return [
-            self._chunk(
-                CompletionChoice(index=index, text=prompt.text, logprobs=None, finish_reason=None, stop_reason=None)
-            )
+            self._chunk(CompletionChoice(index=index, text=prompt.text, **ending))
             for index, prompt in enumerate(self._prompts)
-            if prompt.text
+            if prompt.text and not self._logprobs
         ]
 
-    def chunk(self, index: int, delivery: Delivery) -> BaseModel:
-        """Return a chunk of new text."""
-        return self._chunk(
-            CompletionChoice(
-                index=index,
-                text=(self._prompts[index].text if delivery.prompt_logprobs else "") + delivery.text,
-                logprobs=self._logprobs_of(index, delivery.prompt_logprobs, delivery.logprobs or ()),
-                finish_reason=reason(delivery),
-                stop_reason=delivery.stop_reason,
-            )
-        )
+    def _new_text(self, index: int, delivery: Delivery, ending: dict[str, Any]) -> BaseModel:
+        text = (self._prompts[index].text if delivery.prompt_logprobs else "") + delivery.text
+        logprobs = self._logprobs_of(index, delivery.prompt_logprobs, delivery.logprobs or ())
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, **ending)
 
-    def last(self, usage: Usage) -> BaseModel:
-        """Return the chunk with the usage, which has no text."""
-        return Completion(object="text_completion", choices=[], **self._fields.of_answer, usage=usage)
-
-    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
-        """Return the answer with all texts."""
-        bodies = [
-            CompletionChoice(
-                index=index,
-                text=self._prompts[index].text + choice.text,
-                logprobs=self._logprobs_of(index, choice.prompt_logprobs, choice.logprobs),
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            )
-            for index, choice in enumerate(choices)
-        ]
-        return Completion(object="text_completion", choices=bodies, usage=usage, **self._fields.of_answer)
-
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        return Completion(object="text_completion", choices=[choice], **self._fields.of_chunk)
+    def _whole(self, index: int, choice: CollectedChoice, ending: dict[str, Any]) -> BaseModel:
+        logprobs = self._logprobs_of(index, choice.prompt_logprobs, choice.logprobs)
+        return CompletionChoice(index=index, text=self._prompts[index].text + choice.text, logprobs=logprobs, **ending)
 
     def _logprobs_of(
         self, index: int, of_prompt: Sequence[TokenLogprob | None] | None, of_new: Sequence[TokenLogprob]
@@ -192,53 +176,28 @@ def prompt_logprobs(
     return first + completion_logprobs(known, first_length, as_ids=as_ids)
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes answers of ``/v1/chat/completions``."""
 
-    def __init__(self, name: str, model: str, choices: int, *, logprobs: bool, with_usage: bool) -> None:
-        self._fields = _CommonFields(name, model, with_usage=with_usage)
-        self._choices, self._logprobs = choices, logprobs
+    answer_type = (ChatCompletion, "chat.completion")
+    chunk_type = (ChatChunk, "chat.completion.chunk")
+
+    def __init__(self, *arguments: Any, choices: int, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._choices = choices
 
     def opening(self) -> list[BaseModel]:
         """Return a chunk with the role for each choice."""
-        return [self._chunk(index, Delta(role="assistant", content="")) for index in range(self._choices)]
+        ending = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        role = Delta(role="assistant", content="")
+        return [self._chunk(ChatChunkChoice(index=index, delta=role, **ending)) for index in range(self._choices)]
 
-    def chunk(self, index: int, delivery: Delivery) -> BaseModel:
-        """Return a chunk of new text."""
-        logprobs = self._logprobs_of(delivery.logprobs or ())
+    def _new_text(self, index: int, delivery: Delivery, ending: dict[str, Any]) -> BaseModel:
         delta = Delta(content=delivery.text) if delivery.text or delivery.finish_reason is None else Delta()
-        return self._chunk(index, delta, logprobs, reason(delivery), delivery.stop_reason)
+        logprobs = chat_logprobs(delivery.logprobs or ()) if self._logprobs else None
+        return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, **ending)
 
-    def last(self, usage: Usage) -> BaseModel:
-        """Return the chunk with the usage, which has no text."""
-        return ChatChunk(object="chat.completion.chunk", choices=[], **self._fields.of_answer, usage=usage)
-
-    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
-        """Return the answer with all messages."""
-        bodies = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(role="assistant", content=choice.text, refusal=None),
-                logprobs=self._logprobs_of(choice.logprobs),
-                finish_reason=choice.finish_reason or "stop",
-                stop_reason=choice.stop_reason,
-            )
-            for index, choice in enumerate(choices)
-        ]
-        return ChatCompletion(object="chat.completion", choices=bodies, usage=usage, **self._fields.of_answer)
-
-    def _chunk(
-        self,
-        index: int,
-        delta: Delta,
-        logprobs: ChatLogprobs | None = None,
-        finish_reason: FinishReason | None = None,
-        stop_reason: str | int | None = None,
-    ) -> ChatChunk:
-        choice = ChatChunkChoice(
-            index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason, stop_reason=stop_reason
-        )
-        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._fields.of_chunk)
-
-    def _logprobs_of(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        return chat_logprobs(logprobs) if self._logprobs else None
+    def _whole(self, index: int, choice: CollectedChoice, ending: dict[str, Any]) -> BaseModel:
+        message = AssistantMessage(role="assistant", content=choice.text, refusal=None)
+        logprobs = chat_logprobs(choice.logprobs) if self._logprobs else None
+        return ChatChoice(index=index, message=message, logprobs=logprobs, **ending)

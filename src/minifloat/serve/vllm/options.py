@@ -79,7 +79,6 @@ class VllmOptions:
 
     @property
     def name(self) -> str:
-        """Name of the model in requests."""
         from minifloat.checkpoint.hub import model_name
 
         return self.served_model_name or model_name(self.model)

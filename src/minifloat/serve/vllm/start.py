@@ -23,7 +23,7 @@ from minifloat.deploy.diagnosis.machine import find_gpus
 from minifloat.errors import UsageError
 from minifloat.model.layouts import READERS
 from minifloat.serve.server.settings import ServerSettings
-from minifloat.serve.sockets import bind
+from minifloat.serve.starting import bind
 from minifloat.serve.vllm.options import VllmOptions
 
 _LOG = logging.getLogger("minifloat.vllm")
@@ -54,7 +54,6 @@ _VERSION = re.compile(r"\bv?(\d+\.\d+[\w.+-]*)\s*$")
 
 
 def command_of(options: VllmOptions) -> list[str]:
-    """Return the command of vLLM's server."""
     origin = hub_id(options.model, options.revision)
     argv = [*options.program, options.model if origin is None else origin.repo_id]
     argv += ["--revision", origin.revision] if origin is not None and origin.revision is not None else []

@@ -55,7 +55,6 @@ class WeightOnly:
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Return whether the kernel runs here, and why not."""
         return (True, None) if current_platform.is_cpu() else (False, "requires a CPU.")
 
     @classmethod
@@ -64,7 +63,6 @@ class WeightOnly:
         return True, None
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
-        """Return ``x @ weight.T + bias``: ``[..., K]`` to ``[..., N]``."""
         return packed.multiply(layer, x, bias)
 
     def announce(self) -> None:

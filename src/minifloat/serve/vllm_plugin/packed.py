@@ -30,7 +30,6 @@ _REPLACED = ("weight", "weight_scale", "weight_scale_inv", "weight_global_scale"
 
 
 def fp8(codes: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> QuantizedTensor:
-    """Return an FP8 weight of a layer."""
     shape = (codes.shape[0], codes.shape[1])
     if block is not None:
         granularity = Granularity(f"block {block[0]}x{block[1]}", *block)
@@ -56,7 +55,6 @@ def mxfp4(codes: Tensor, scale: Tensor) -> QuantizedTensor:
 
 
 def nvfp4(codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> QuantizedTensor:
-    """Return an NVFP4 weight."""
     shape = (codes.shape[0], 2 * codes.shape[1])
     return QuantizedTensor(NVFP4, shape, codes, scale.view(torch.uint8), tensor_scale.reshape(()), global_divides=False)
 
@@ -72,7 +70,6 @@ def is_bf16_matrix(weight: Tensor) -> bool:
 
 
 def is_held(layer: Any) -> bool:
-    """Return whether `hold` was called for a layer."""
     return hasattr(layer, _PACKED)
 
 

@@ -25,7 +25,7 @@ from minifloat.evaluate.compare.document import document
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.report import html
-from minifloat.serve.connection import ServerError
+from minifloat.serve.client import ServerError
 
 MakeModel = Callable[..., Path]
 TEXT = "The quick brown fox jumps over the lazy dog; naïve café. " * 12
