@@ -13,7 +13,7 @@ from minifloat.calibration.scales import activation_scales, kv_scales, saturatio
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
 from minifloat.model.architecture.families import family_of
-from minifloat.model.architecture.groups import fused_group
+from minifloat.model.architecture.roles import fused_group
 from minifloat.numerics.histogram import count_magnitudes
 
 LAYER = "model.layers.0"

@@ -13,7 +13,7 @@ from minifloat.calibration.rules import HistoryRule, Rule
 from minifloat.calibration.scales import DEFAULT_MIN_TOKENS
 from minifloat.calibration.stats import ActivationStats, KVStats
 from minifloat.calibration.summary import InputSummary, StatsSummary, run_facts, settled_text, summarize
-from minifloat.model.architecture.groups import expert_group, fused_group
+from minifloat.model.architecture.roles import expert_group, fused_group
 from minifloat.numerics.formats import E4M3
 from minifloat.report.document import (
     Alert,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from minifloat.model.architecture.groups import fused_group
+from minifloat.model.architecture.roles import fused_group
 from minifloat.report.text import split_layer
 
 #: The linears of a layer in the order in which they run; other linears come after them.

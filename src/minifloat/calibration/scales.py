@@ -16,7 +16,7 @@ import numpy as np
 from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule, to_scale
 from minifloat.calibration.stats import ActivationStats, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
-from minifloat.model.architecture.groups import expert_group, fused_group
+from minifloat.model.architecture.roles import expert_group, fused_group
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.histogram import Floats, bin_edges
 

@@ -39,7 +39,7 @@ from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.kernels import processors
 from minifloat.model.architecture.families import family_of, unknown_family_notes
-from minifloat.model.architecture.groups import expert_group
+from minifloat.model.architecture.roles import expert_group
 from minifloat.model.layouts.decoded import DecodedCheckpoint, quantized_model_config
 from minifloat.model.plan.quantization import kept_experts
 from minifloat.model.plan.share import QuantizedShare

@@ -21,8 +21,7 @@ from minifloat.model.architecture.decoder import why_not_type
 from minifloat.model.architecture.decoder.parts import why_not_rope
 from minifloat.model.architecture.families import FAMILIES, family_of
 from minifloat.model.architecture.family import GENERAL, Family, Role
-from minifloat.model.architecture.groups import fused_group
-from minifloat.model.architecture.roles import role_of
+from minifloat.model.architecture.roles import fused_group, role_of
 from minifloat.quantize.job import quantize_checkpoint
 
 _MODEL_TYPES = [model_type for family in FAMILIES for model_type in family.model_types]

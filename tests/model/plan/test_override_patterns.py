@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.model.architecture.groups import expert_group, fused_group
+from minifloat.model.architecture.roles import expert_group, fused_group
 from minifloat.model.layouts import get_writer
 from minifloat.model.plan.overrides import Override, override_patterns
 from minifloat.model.plan.quantization import make_plan

@@ -12,7 +12,7 @@ import pytest
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UnsupportedTensorError, UsageError
 from minifloat.model.architecture.family import Role
-from minifloat.model.architecture.mtp import is_mtp
+from minifloat.model.architecture.roles import is_mtp
 from minifloat.model.layouts import get_writer
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import UNKNOWN_EXPERTS, make_plan

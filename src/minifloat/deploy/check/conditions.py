@@ -15,10 +15,8 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Case, Kind, Weight
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.family import Role
-from minifloat.model.architecture.groups import fused_group, serving_group
-from minifloat.model.architecture.mtp import is_mtp
-from minifloat.model.architecture.roles import role_of
-from minifloat.model.architecture.transformers_tables import merges_single_experts
+from minifloat.model.architecture.full_config import merges_single_experts
+from minifloat.model.architecture.roles import fused_group, is_mtp, role_of, serving_group
 from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128

@@ -17,8 +17,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check.target import Target
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, Role
-from minifloat.model.architecture.groups import expert_group
-from minifloat.model.architecture.roles import role_of, text_config
+from minifloat.model.architecture.roles import expert_group, role_of, text_config
 from minifloat.model.layouts import compressed_tensors, describe, gpt_oss
 from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.stored import by_name_or_pattern, kv_scale_of

@@ -25,7 +25,6 @@ _GIGA, _TERA = 10**9, 10**12
 _PROBE_BYTES, _PROBE_ROUNDS = 1 << 30, 3
 
 CPU = "cpu"
-_NO_PEAKS: Mapping[ElementFormat, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

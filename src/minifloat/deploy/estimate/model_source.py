@@ -24,9 +24,7 @@ from minifloat.deploy.estimate.config_tensors import derive_tensors
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, Role
-from minifloat.model.architecture.groups import fused_group
-from minifloat.model.architecture.mtp import is_mtp, mtp_layers
-from minifloat.model.architecture.roles import role_of, text_config
+from minifloat.model.architecture.roles import fused_group, is_mtp, mtp_layers, role_of, text_config
 from minifloat.model.layouts import compressed_tensors, describe
 from minifloat.model.layouts.contradictions import refuse_contradictions
 from minifloat.model.layouts.inspection import format_name

@@ -339,7 +339,7 @@ FAMILIES: tuple[Family, ...] = (
                 "olmoe",
                 "Olmoe",
                 "mixtral.olmoe",
-                f"{_USUAL} attention_bias clip_qkv norm_topk_prob num_experts num_experts_per_tok",
+                f"{_USUAL} {_OLMOE}",
             ),
         ),
         stored_fused=False,

@@ -6,7 +6,7 @@ imported when the function is called. Code that comes with a checkpoint is never
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import ERROR
 from pathlib import Path
@@ -106,3 +106,22 @@ def _plain(value: Any) -> Any:
     if set(value) == {_FLOAT_TAG} and value[_FLOAT_TAG] in _TAGGED_FLOATS:
         return _TAGGED_FLOATS[value[_FLOAT_TAG]]
     return {key: _plain(item) for key, item in value.items() if key not in _DROPPED_KEYS}
+
+
+def merges_single_experts(model_types: Iterable[str]) -> bool:
+    """Return whether transformers stacks single experts of a checkpoint for one of these values of ``model_type``.
+
+    False also where transformers does not know the model type, or has no tables (before 5).
+    """
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import MergeModulelist
+    except ImportError:
+        return False
+    mapping_of: Any = get_checkpoint_conversion_mapping
+    conversions = (entry for name in model_types for entry in mapping_of(name) or ())
+    return any(
+        isinstance(operation, MergeModulelist)
+        for entry in conversions
+        for operation in getattr(entry, "operations", ())
+    )

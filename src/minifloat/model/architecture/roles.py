@@ -1,4 +1,4 @@
-"""The role of a tensor in the model, decided from its name and shape.
+"""What a tensor is, by its name and shape: its role, the linears that servers fuse with it, its layer.
 
 The streaming quantizer never builds the model, so it decides roles by names, which are the same in every server for the
 weights of linears. The rule is conservative: by default only matrices named ``.weight`` inside a numbered decoder
@@ -75,3 +75,81 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the language model's part of a config: ``text_config`` if there is one, else the config itself."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
+
+
+#: Names that hold these layers: ``mtp.layers.0.``, ``model.mtp_layers.0.``, ``model.mtp_block.0.``
+_NAMED = re.compile(r"(^|\.)(mtp|nextn)(_\w+)?\.")
+#: A layer of the decoder, below the names that outer models put before it; towers have other names.
+_DECODER_LAYER = re.compile(r"^((model|language_model|llm|thinker|transformer)\.)*layers\.(?P<index>\d+)\.")
+#: Parts that only these layers have: the norms of embedding and hidden state, and the projection of both.
+_OWN_PARTS = re.compile(r"\.(enorm|hnorm|eh_proj)\.")
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers")
+
+
+def is_mtp(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a tensor or module belongs to a layer of multi-token prediction (MTP), which drafts tokens.
+
+    A checkpoint holds these layers beside the decoder: as layers after its last one (DeepSeek-V3, GLM-4.5), or under a
+    name of their own (Qwen3-Next, MiMo, ERNIE). transformers builds none of them, so no text runs through them.
+    """
+    if _NAMED.search(name):
+        return True
+    layers = text_config(config).get("num_hidden_layers")
+    match = _DECODER_LAYER.match(name)
+    return match is not None and isinstance(layers, int) and int(match["index"]) >= layers
+
+
+def mtp_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers of multi-token prediction that a config declares."""
+    text = text_config(config)
+    return next((count for key in _COUNTS if isinstance(count := text.get(key), int) and count > 0), 0)
+
+
+def decoder_layer(name: str) -> int | None:
+    """Return the index of the decoder layer that a tensor belongs to; None for all other tensors."""
+    match = _DECODER_LAYER.match(name)
+    return None if match is None else int(match["index"])
+
+
+def is_own_part(name: str) -> bool:
+    """Return whether only layers of multi-token prediction have a tensor of this name."""
+    return _OWN_PARTS.search(name) is not None
+
+
+#: Name of the group and last components of the names of linears that servers fuse into one.
+_FUSED_SIBLINGS = (
+    ("qkv", ("q_proj", "k_proj", "v_proj")),
+    ("qkv", ("query", "key", "value")),
+    ("gate_up", ("gate_proj", "up_proj")),
+    ("gate_up", ("w1", "w3")),
+    ("qkv_a", ("q_a_proj", "kv_a_proj_with_mqa")),
+)
+_GROUP_OF_LEAF = {leaf: group for group, leaves in _FUSED_SIBLINGS for leaf in leaves}
+_EXPERT = re.compile(r"^(?P<parent>.*\.experts)(\.\d+)?\.\w+$")
+
+
+def fused_group(module: str, family: Family = GENERAL) -> str:
+    """Return the name of the group of linears that a server fuses; the module's own name if it is not fused.
+
+    Modules of one group share one scheme and, for schemes with one scale per tensor, one scale.
+    """
+    parent, _, leaf = module.rpartition(".")
+    group = next((group for group, leaves in family.fused if leaf in leaves), _GROUP_OF_LEAF.get(leaf))
+    return module if group is None else f"{parent}.{group}"
+
+
+def expert_group(module: str) -> str | None:
+    """Return the name of the expert block of a module, None for other modules.
+
+    Servers run all experts of a block with one kernel, so they must share one scheme.
+    """
+    match = _EXPERT.match(module)
+    return match["parent"] if match else None
+
+
+def serving_group(module: str, family: Family = GENERAL) -> str:
+    """Return the name of the group of modules that servers run as one and that must share a scheme.
+
+    It is the block of a routed expert, else the group of fused linears, else the module itself.
+    """
+    return expert_group(module) or fused_group(module, family)

@@ -16,8 +16,7 @@ from typing import Any
 from minifloat.checkpoint import CONFIG_FILE, TensorInfo
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.families import family_of
-from minifloat.model.architecture.mtp import decoder_layer, is_own_part, mtp_layers
-from minifloat.model.architecture.roles import EXPERTS, text_config
+from minifloat.model.architecture.roles import EXPERTS, decoder_layer, is_own_part, mtp_layers, text_config
 
 _EXPERT = re.compile(r"^(?P<block>.*\.experts)\.(?P<index>\d+)\.")
 _NORM = re.compile(r"^((model|language_model)\.)*layers\.\d+\.input_layernorm\.weight$")

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.model.architecture.family import GENERAL, Family, FusedTensor
-from minifloat.model.architecture.groups import fused_group
-from minifloat.model.architecture.roles import text_config
+from minifloat.model.architecture.roles import fused_group, text_config
 from minifloat.model.layouts import WriteLayout
 from minifloat.model.plan.tensor_plan import Part, module_name
 from minifloat.numerics.scheme import Scheme

@@ -13,9 +13,16 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import GENERAL, Family, Role
-from minifloat.model.architecture.groups import expert_group, fused_group
-from minifloat.model.architecture.mtp import is_mtp
-from minifloat.model.architecture.roles import EXPERTS, is_dense_float, is_matrix, role_of, text_config
+from minifloat.model.architecture.roles import (
+    EXPERTS,
+    expert_group,
+    fused_group,
+    is_dense_float,
+    is_matrix,
+    is_mtp,
+    role_of,
+    text_config,
+)
 from minifloat.model.layouts import WriteLayout, compressed_tensors
 from minifloat.model.plan.overrides import KEEP, Override
 from minifloat.model.plan.parts import ModelHeaders, expert_parts, make_part

@@ -16,7 +16,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, SingleExpert
-from minifloat.model.architecture.groups import expert_group
+from minifloat.model.architecture.roles import expert_group
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,6 @@ from minifloat.numerics.scheme import ActivationSpec, WeightSpec
 
 #: "bf16": inputs keep the dtype of the activations. "int8": the kernels may round them.
 ACTIVATIONS = ("bf16", "int8")
-#: Besides, for the engine. "fp8": a GPU multiplies many rows in FP8. "auto": so where the checkpoint declares quantized
-#: inputs and the GPU multiplies them, else "bf16".
-ENGINE_ACTIVATIONS = ("auto", *ACTIVATIONS, "fp8")
 #: What reports call inputs in int8.
 INT8_INPUTS = f"INT8 per group 1x{GROUP_COLS} (dynamic, where that is faster)"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
 from minifloat.model.architecture.families import family_of
-from minifloat.model.architecture.groups import expert_group
+from minifloat.model.architecture.roles import expert_group
 from minifloat.model.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
 from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.inspection import format_name

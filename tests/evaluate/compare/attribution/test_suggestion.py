@@ -21,7 +21,7 @@ from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.transformers_model import TransformersModel
-from minifloat.model.architecture.groups import expert_group, fused_group
+from minifloat.model.architecture.roles import expert_group, fused_group
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.load import LoadOptions
 from minifloat.quantize.job import quantize_checkpoint

@@ -26,8 +26,7 @@ from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Role
-from minifloat.model.architecture.groups import serving_group
-from minifloat.model.architecture.roles import is_matrix, role_of
+from minifloat.model.architecture.roles import is_matrix, role_of, serving_group
 from minifloat.model.plan.overrides import Override, override_patterns
 from minifloat.model.runtime.names import assign
 

@@ -16,7 +16,7 @@ from minifloat.deploy.check.judge import judge
 from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import ENGINES, Target
 from minifloat.errors import TensorError, UsageError
-from minifloat.model.architecture.groups import expert_group
+from minifloat.model.architecture.roles import expert_group
 from minifloat.model.plan.overrides import KEEP, Override, override_patterns
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minifloat.model.architecture.family import Role
-from minifloat.model.architecture.groups import expert_group
+from minifloat.model.architecture.roles import expert_group
 from minifloat.model.layouts import WriteLayout
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan, TensorPlan, module_name
