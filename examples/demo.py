@@ -29,8 +29,7 @@ from minifloat.evaluate.compare.pages.words import verdict_line
 
 import minifloat
 from minifloat.calibration.options import TextOptions
-from minifloat.evaluate.checkpoint_report import read_results
-from minifloat.evaluate.checkpoint_report.document import document
+from minifloat.evaluate.checkpoint_report import document, read_results
 from minifloat.report import terminal
 from minifloat.report.text import size_text
 from minifloat.serve.client import Connection, ServerError

@@ -16,7 +16,7 @@ def doctor(as_json: bool) -> None:
     good", or what to do.
     """
     from minifloat.deploy.diagnosis import doctor as examine
-    from minifloat.deploy.diagnosis.document import document
+    from minifloat.deploy.diagnosis import document
     from minifloat.report import terminal
 
     diagnosis = examine()

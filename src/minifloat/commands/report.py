@@ -32,8 +32,7 @@ def report(out: Path) -> None:
     The results are those that `quantize`, `compare` and `bench` left beside the checkpoint. Its report.html is drawn
     again.
     """
-    from minifloat.evaluate.checkpoint_report import draw_results, read_results
-    from minifloat.evaluate.checkpoint_report.document import document
+    from minifloat.evaluate.checkpoint_report import document, draw_results, read_results
     from minifloat.report import terminal
 
     results = read_results(out)
