@@ -114,21 +114,24 @@ def test_several_candidates_cost_one_pass_of_the_baseline_and_score_as_if_alone(
     assert passes.count(llama_folder.name) == len(passes) / 3
 
 
-def test_the_head_run_in_pieces_gives_the_scores_of_the_whole_model(
+def test_transformers_and_the_engine_give_the_same_scores_in_steps_of_any_size(
     llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_why_no_engine", lambda *_: "of this test")
     other = make_llama(tmp_path / "other", seed=1)
-    whole = compare_models(llama_folder, other, [text], window=64, dtype="float32")
-    monkeypatch.setattr(transformers_model, "_HEAD_LOGITS", 5 * 320)
+    expected = compare_models(llama_folder, other, [text], window=64, dtype="float32")
+    assert expected.baseline.runner == expected.candidates[0].model.runner == "native"
     monkeypatch.setattr(scoring, "_SLAB_ELEMENTS", 2 * 320)
+    slabs = compare_models(llama_folder, other, [text], window=64, dtype="float32")
+    monkeypatch.setattr(opening, "_why_no_engine", lambda *_: "of this test")
+    whole = compare_models(llama_folder, other, [text], window=64, dtype="float32")
+    assert whole.baseline.runner == whole.candidates[0].model.runner == "transformers"
+    monkeypatch.setattr(transformers_model, "_FEWEST_TOKENS", 5)
+    monkeypatch.setattr(transformers_model, "_LOGITS", 5 * 320)
     pieces = compare_models(llama_folder, other, [text], window=64, dtype="float32")
-    monkeypatch.setattr(transformers_model.TransformersModel, "_head_runs_alone", lambda _: False)
-    undivided = compare_models(llama_folder, other, [text], window=64, dtype="float32")
-    for result in (pieces, undivided):
+    for result in (slabs, whole, pieces):
         for name in ("candidate_perplexity", "kl_max"):
-            found, expected = getattr(result.candidates[0].overall, name), getattr(whole.candidates[0].overall, name)
-            assert found == pytest.approx(expected, rel=1e-5)
+            found, wanted = (getattr(one.candidates[0].overall, name) for one in (result, expected))
+            assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_one_weight_scaled_by_five_percent_is_noticed(llama_folder: Path, tmp_path: Path, text: Path) -> None:
@@ -182,6 +185,10 @@ def test_the_format_of_the_candidates_inputs_is_recorded(
         llama_folder, tmp_path / "q", [text], window=32, dtype="float32", weight_only=True
     ).candidates[0]
     assert (served.model.activations, weight_only.model.activations) == (activations, "FP32")
+    assert (served.model.runner, weight_only.model.runner) == (
+        "native" if scheme == "fp8" else "transformers",
+        "native",
+    )
     assert (served.overall == weight_only.overall) == (scheme == "fp8")
     assert served.overall.kl_mean.value >= weight_only.overall.kl_mean.value
     assert compare_models(tmp_path / "q", llama_folder, [text]).candidates[0].model.activations == "BF16"

@@ -1,27 +1,25 @@
 """Models that transformers' code runs, for what no decoder of the engine covers (`minifloat.evaluate.compare.models`).
 
-Logits are by far the largest tensors: 4,096 positions of a vocabulary of 151,936 take 1.2 GB in 16 bits. So a forward
-pass stops before the head, whose inputs are small, and the head runs for a few rows at a time, inside the model's own
-forward, so that everything a model does to its logits is included. Windows beyond 2,048 tokens pass the layers in
-pieces, after the keys and values of those before; models with recurrent states, which transformers does not continue
-over several tokens at a time, run them whole.
+Logits are by far the largest tensors: 4,096 positions of a vocabulary of 151,936 take 1.2 GB in 16 bits. So few tokens
+run at a time: some windows, or a piece of one after the keys and values of those before. Models with recurrent states,
+which transformers does not continue over several tokens at a time, run their windows whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
@@ -32,7 +30,6 @@ from minifloat.evaluate.compare.kv_cache import CacheFactory
 from minifloat.evaluate.compare.models import PLAIN_INPUTS, Continuations, Model, ModelLike, ModelRecord
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.layouts import describe
-from minifloat.model.runtime.build import replace_forward
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.inputs import INT8_INPUTS
 from minifloat.model.runtime.kv_scales import KVScales, kv_scales
@@ -45,25 +42,19 @@ from minifloat.report.text import size_text
 
 _LOG = logging.getLogger(__name__)
 
-#: Largest number of logits of one model that are held at a time, unless a single row has more.
-_HEAD_LOGITS = 2**25
-#: Tokens of the trial that tells whether the head can run alone.
-_TRIAL_TOKENS = 8
-#: Largest number of logits that a model whose head cannot run alone may hold at a time: 8 GiB in float32.
-_WHOLE_LOGITS = 2**31
-#: Largest difference of results in a trial, relative to the largest one; rounding alone makes far less.
-_TRIAL_TOLERANCE = 1e-2
 _AS_STORED = LoadOptions()
-#: Tokens of a piece; a batch of windows has about as many.
-_PIECE_TOKENS = 2048
+#: Largest number of logits that are computed at a time, unless a window is to run whole.
+_LOGITS = 2**25
+#: Largest number of logits of a window that runs whole: 8 GiB in float32.
+_WHOLE_LOGITS = 2**31
 #: Largest number of attention scores that a layer holds at a time, where attention is not fused.
 _ATTENTION_SCORES = 2**28
-_FEWEST_TOKENS = 64
+#: Largest and smallest number of tokens that run at a time.
+_MOST_TOKENS, _FEWEST_TOKENS = 2048, 64
 #: Tokens of the trial that shows whether pieces give the result of a whole window, and of its first piece.
-_PIECES_TRIAL, _PIECE_TRIAL = 48, 20
-
-#: Runs token ids ``[B, T]`` after those in a cache and returns the result ``[B, T, ...]``; without a cache, from 0.
-Run = Callable[[Tensor, Any], Tensor]
+_TRIAL, _TRIAL_PIECE = 48, 20
+#: Largest difference of logits in the trial, relative to the largest one; rounding alone makes far less.
+_TRIAL_TOLERANCE = 1e-2
 
 
 class TransformersModel(Model):
@@ -87,7 +78,6 @@ class TransformersModel(Model):
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.longest = position_limit(model.config)
-        self._runs_whole = not self._head_runs_alone()
 
     @classmethod
     def of(
@@ -134,57 +124,63 @@ class TransformersModel(Model):
         return ModelRecord(self.name, self.nbytes, inputs, cache, lm_head_of(self.model))
 
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        features = self.features(ids)[:, :-1].flatten(0, 1)
-        for start in range(0, len(features), self.head_rows()):
-            yield self.head(features[start : start + self.head_rows()])
+        ids, width = ids.to(self.model.device), ids.shape[1]
+        tokens = self._tokens_at_a_time(width)
+        if width > tokens and self._continues:
+            for window in torch.split(ids, 1):
+                new_cache, left = self.new_cache or _plain_cache(self.model), width - 1
+                cache = new_cache and new_cache()
+                for piece in torch.split(window, tokens, dim=1):
+                    logits = self._run(piece, cache)[0]
+                    yield logits[:left]
+                    left -= len(logits[:left])
+        else:
+            for windows in torch.split(ids, max(tokens // width, 1)):
+                yield self._run(windows)[:, :-1].flatten(0, 1)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress | None) -> Continuations:
         with self.set_up():
             return generate_greedy(self.model, prompts, new_tokens, cache_factory=self.new_cache, progress=progress)
 
-    def features(self, ids: Tensor) -> Tensor:
-        """Return the inputs of the head ``[B, W, ...]`` for windows of token ids ``[B, W]``.
-
-        Where the head cannot run alone, these are the logits themselves.
-        """
-        ids = ids.to(self.model.device)
-        piece = _piece_tokens(self.model, ids.shape[1])
-        if ids.shape[1] <= piece or not self._continues:
-            return self._features(ids, None)
-        new_cache = self.new_cache or _plain_cache(self.model)
-        return _run_in_pieces(self._features, ids, new_cache and new_cache(), piece)
-
     def check_window(self, window: int) -> None:
-        """Check that the logits of a window fit into memory, where the head cannot run alone."""
-        if self._runs_whole and window * self.vocab_size > _WHOLE_LOGITS:
+        """Check that the logits of a window fit into memory, where it runs whole."""
+        too_large = window * self.vocab_size > _WHOLE_LOGITS
+        if too_large and window > self._tokens_at_a_time(window) and not self._continues:
             raise UsageError(
-                f"{self.name}: a window of {window:,} tokens has {size_text(window * self.vocab_size * 4)} of "
-                f"logits, and the output layer of {type(self.model).__name__} cannot run apart from its other layers: "
-                f"use windows of at most {_WHOLE_LOGITS // self.vocab_size:,} tokens"
+                f"{self.name}: a window of {window:,} tokens has {size_text(window * self.vocab_size * 4)} of logits, "
+                f"and {type(self.model).__name__} runs windows whole: use windows of at most "
+                f"{_WHOLE_LOGITS // self.vocab_size:,} tokens"
             )
+
+    def _tokens_at_a_time(self, window: int) -> int:
+        config = self.model.config.get_text_config(decoder=True)
+        most = min(_LOGITS // self.vocab_size, _MOST_TOKENS)
+        if getattr(config, "_attn_implementation", None) == "eager":
+            most = min(most, _ATTENTION_SCORES // (window * (getattr(config, "num_attention_heads", None) or 1)))
+        return max(most, _FEWEST_TOKENS)
 
     @functools.cached_property
     def _continues(self) -> bool:
-        return _gives_pieces(self.model, self.name, self._features, self.new_cache or _plain_cache(self.model))
-
-    def _features(self, ids: Tensor, cache: Any) -> Tensor:
-        output = self._run(self.model if self._runs_whole else self.model.base_model, ids, cache)
-        features: Tensor = output.logits if self._runs_whole else output.last_hidden_state
-        return features
-
-    def head(self, features: Tensor) -> Tensor:
-        """Return the logits ``[R, V]`` of rows ``[R, ...]`` of features."""
-        if self._runs_whole:
-            return features
-        unused_ids = torch.zeros((1, len(features)), dtype=torch.long, device=features.device)
-        base_output = MoeModelOutputWithPast(last_hidden_state=features[None])
-        with self.set_up(), _replaced(self.model.base_model, base_output):
-            logits: Tensor = self.model(input_ids=unused_ids, use_cache=False).logits[0]
-        return logits
-
-    def head_rows(self) -> int:
-        """Return the number of rows to pass to `head` in one call."""
-        return max(_HEAD_LOGITS // self.vocab_size, 1)
+        """Whether the model gives the same logits in pieces as at once; if not, a warning says so."""
+        new_cache = self.new_cache or _plain_cache(self.model)
+        if new_cache is not None:
+            ids, cache = torch.arange(_TRIAL, device=self.model.device)[None] % self.vocab_size, new_cache()
+            pieces = torch.empty(0)
+            with (
+                torch.inference_mode(),
+                contextlib.suppress(TypeError, AttributeError, KeyError, ValueError, RuntimeError),
+            ):
+                pieces = torch.cat([self._run(piece, cache) for piece in torch.split(ids, _TRIAL_PIECE, dim=1)], dim=1)
+            with torch.inference_mode():
+                whole = self._run(ids)
+            # NaN counts as equal here; `ScoringPass` reports it.
+            bound = _TRIAL_TOLERANCE * whole.abs().max()
+            if pieces.shape == whole.shape and not bool((pieces - whole).abs().max() > bound):
+                return True
+        _LOG.warning(
+            "%s runs long windows whole, because it cannot continue after a part: this takes much memory", self.name
+        )
+        return False
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
@@ -207,45 +203,14 @@ class TransformersModel(Model):
         weights = (module for module in self.model.modules() if isinstance(module, QuantizedWeight))
         return [weight for weight in weights if weight.activation is not None]
 
-    def _run(self, module: nn.Module, ids: Tensor, cache: Any = None) -> Any:
-        """Run a module after the tokens in `cache`; by default with an empty simulated cache, or without one."""
+    def _run(self, ids: Tensor, cache: Any = None) -> Tensor:
+        """Return the logits after the tokens in `cache`; by default with an empty simulated cache, or without one."""
         if cache is None and self.new_cache is not None:
             cache = self.new_cache()
+        cached = {} if cache is None else {"past_key_values": cache}
         with self.set_up():
-            if cache is None:
-                return module(input_ids=ids, use_cache=False)
-            return module(input_ids=ids, use_cache=True, past_key_values=cache)
-
-    @torch.inference_mode()
-    def _head_runs_alone(self) -> bool:
-        """Return whether the head, run alone, gives the logits of the whole model.
-
-        Models of an unusual structure cannot be divided in this way.
-        """
-        self._runs_whole = False
-        if self.model.base_model is self.model:
-            return False
-        ids = torch.arange(min(_TRIAL_TOKENS, self.vocab_size), device=self.model.device)[None]
-        try:
-            actual = self.head(self.features(ids)[0])
-        except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
-            return False
-        expected = self._run(self.model, ids).logits[0]
-        if actual.shape != expected.shape:
-            return False
-        difference = (actual.float() - expected.float()).abs().max()
-        # NaN counts as equal here; `ScoringPass` reports it.
-        return not bool(difference > _TRIAL_TOLERANCE * expected.float().abs().max())
-
-
-@contextmanager
-def _replaced(module: nn.Module, output: Any) -> Iterator[None]:
-    """Let a module return a fixed output while the context lasts."""
-    undo = replace_forward(module, lambda *_, **__: output)
-    try:
-        yield
-    finally:
-        undo()
+            logits: Tensor = self.model(input_ids=ids, use_cache=cache is not None, **cached).logits
+        return logits
 
 
 def match_experts_implementation(models: Sequence[TransformersModel]) -> None:
@@ -278,20 +243,6 @@ def describe_inputs(model: PreTrainedModel) -> str:
     return ", ".join(f"{name} for {count} of {len(weights)} quantized weights" for name, count in counts.items())
 
 
-def _piece_tokens(model: PreTrainedModel, window: int) -> int:
-    """Return the number of tokens of a piece of a window."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "_attn_implementation", None) != "eager":
-        return _PIECE_TOKENS
-    scores = window * (getattr(config, "num_attention_heads", None) or 1)
-    return min(max(_ATTENTION_SCORES // scores, _FEWEST_TOKENS), _PIECE_TOKENS)
-
-
-def _run_in_pieces(run: Run, ids: Tensor, cache: Any, piece: int) -> Tensor:
-    """Return the result ``[B, W, ...]`` of a window ``[B, W]``, computed in pieces into an empty cache."""
-    return torch.cat([run(part, cache) for part in torch.split(ids, piece, dim=1)], dim=1)
-
-
 def _plain_cache(model: PreTrainedModel) -> CacheFactory | None:
     """Return a function that makes transformers' own KV cache; None if the model has none of plain attention."""
     if not cast(Any, model)._supports_default_dynamic_cache():
@@ -300,22 +251,3 @@ def _plain_cache(model: PreTrainedModel) -> CacheFactory | None:
     if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
         return None
     return lambda: DynamicCache(config=config)
-
-
-@torch.inference_mode()
-def _gives_pieces(model: PreTrainedModel, name: str, run: Run, new_cache: CacheFactory | None) -> bool:
-    """Return whether a model gives the same result in pieces as at once; if not, a warning says so."""
-    if new_cache is not None:
-        vocab_size = int(model.config.get_text_config().vocab_size)
-        ids = torch.arange(_PIECES_TRIAL, device=model.device)[None] % vocab_size
-        try:
-            pieces = _run_in_pieces(run, ids, new_cache(), _PIECE_TRIAL)
-        except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
-            pieces = torch.empty(0)
-        whole = run(ids, None)
-        # NaN counts as equal here; `ScoringPass` reports it.
-        bound = _TRIAL_TOLERANCE * whole.abs().max()
-        if pieces.shape == whole.shape and not bool((pieces - whole).abs().max() > bound):
-            return True
-    _LOG.warning("%s runs long windows whole, because it cannot continue after a part: this takes much memory", name)
-    return False

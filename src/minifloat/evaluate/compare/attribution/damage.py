@@ -21,8 +21,8 @@ from minifloat.evaluate.compare.transformers_model import TransformersModel
 
 #: Scored tokens of the first sample.
 _FEWEST_TOKENS = 512
-#: Memory for the inputs of the head on a sample.
-_FEATURE_BYTES = 2**30
+#: Memory for the baseline's logits on a sample.
+_LOGIT_BYTES = 2**31
 #: Time of measuring all SQNRs, in passes of one model.
 _SQNR_PASSES = 3
 #: Fraction of the remaining time to plan for measuring again on a larger sample, so that it ends in time.
@@ -83,7 +83,7 @@ class Damage:
         """Return as many windows as one pass can run in `seconds`, but no fewer than in this sample."""
         passes = max(len(self.alone), 1) + _SQNR_PASSES
         growth = max(seconds * passes / self.seconds, 1)
-        largest = _FEATURE_BYTES // self.mixtures.feature_bytes
+        largest = _LOGIT_BYTES // self.mixtures.window_bytes
         return spread(windows, min(growth * self.mixtures.windows, largest))
 
 

@@ -58,15 +58,15 @@ class Mixtures:
         self.windows = len(windows)
         self.tokens = self.windows * (windows.shape[1] - 1)
         self.batches = torch.split(windows, max(_BATCH_TOKENS // windows.shape[1], 1))
-        self._features = [_scored(baseline.features(ids)) for ids in self.batches]
+        self._logits = [list(baseline.logits(ids)) for ids in self.batches]
         width = torch.float64.itemsize * 2  # a `Distribution` has two large tensors
         self._hold_distributions = self.tokens * baseline.vocab_size * width <= _HELD_BYTES
         self._distributions: dict[tuple[int, int], Distribution] = {}
 
     @property
-    def feature_bytes(self) -> int:
-        """Bytes per window of the baseline's head inputs, which are held."""
-        return sum(features.nbytes for features in self._features) // self.windows
+    def window_bytes(self) -> int:
+        """Bytes per window of the baseline's logits, which are held."""
+        return sum(logits.nbytes for of_batch in self._logits for logits in of_batch) // self.windows
 
     def measure(self, kept: Iterable[Difference], *, cache: bool = True) -> Distance:
         """Measure the candidate with some of the baseline's modules."""
@@ -74,12 +74,13 @@ class Mixtures:
         runner.new_cache = self._candidate.new_cache if cache else self._baseline.new_cache
         with self._mixed(kept):
             for index, ids in enumerate(self.batches):
-                features, targets = _scored(runner.features(ids)), ids[:, 1:].flatten()
-                for rows, p in self._baseline_of(index, runner.head_rows()):
-                    q = Distribution(runner.head(features[rows]))
+                start, targets = 0, ids[:, 1:].flatten()
+                for p, logits in zip(self._baseline_of(index), runner.logits(ids), strict=True):
+                    q, of_text = Distribution(logits), targets[start : start + len(logits)]
                     kl += float(kl_divergence(p, q).sum())
-                    nll += float((q.nll(targets[rows]) - p.nll(targets[rows])).sum())
+                    nll += float((q.nll(of_text) - p.nll(of_text)).sum())
                     agree += float((p.top[:, 0] == q.top[:, 0]).sum())
+                    start += len(logits)
         return Distance(kl / self.tokens, _expm1(nll / self.tokens), agree / self.tokens)
 
     def keeps_quantized(self, kept: Iterable[Difference]) -> bool:
@@ -104,15 +105,13 @@ class Mixtures:
         ):
             yield
 
-    def _baseline_of(self, batch: int, step: int) -> Iterator[tuple[slice, Distribution]]:
-        """Yield the baseline's distributions of a batch, `step` rows at a time."""
-        features = self._features[batch]
-        for start in range(0, len(features), step):
-            held = self._distributions.get((batch, start))
-            p = held or Distribution(self._baseline.head(features[start : start + step]))
+    def _baseline_of(self, batch: int) -> Iterator[Distribution]:
+        """Yield the baseline's distributions of a batch, some rows at a time."""
+        for step, logits in enumerate(self._logits[batch]):
+            p = self._distributions.get((batch, step)) or Distribution(logits)
             if self._hold_distributions:
-                self._distributions[batch, start] = p
-            yield slice(start, start + step), p
+                self._distributions[batch, step] = p
+            yield p
 
 
 def spread(windows: Tensor, count: float) -> Tensor:
@@ -124,11 +123,6 @@ def spread(windows: Tensor, count: float) -> Tensor:
 def as_tensor(windows: Tensor | Sequence[Sequence[int]]) -> Tensor:
     """Return windows of token ids as a tensor ``[B, W]``."""
     return windows if isinstance(windows, Tensor) else torch.tensor([list(window) for window in windows])
-
-
-def _scored(features: Tensor) -> Tensor:
-    """Select the rows that predict a token of the window: ``[B, W, ...]`` to ``[B (W - 1), ...]``."""
-    return features[:, :-1].flatten(0, 1)
 
 
 def _expm1(value: float) -> float:
