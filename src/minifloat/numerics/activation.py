@@ -64,10 +64,6 @@ def check_activation(spec: ActivationSpec, scale: Tensor | None) -> None:
     Args:
         spec: How the input is quantized.
         scale: The static scale or the divisor, or None.
-
-    Raises:
-        UnsupportedTensorError: If the formats or the granularity are not supported.
-        ValueError: If `scale` is given for a spec without a static scale, or missing for one that needs it.
     """
     if not _is_covered(spec):
         raise UnsupportedTensorError(
@@ -97,10 +93,6 @@ def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = 
         0.125 / divisor). With a dynamic scale, NaN in a block makes the whole block NaN, through its scale if the
         element has no NaN; with a static scale NaN stays NaN. Inf makes a block with a dynamic scale NaN; under a
         static scale or divisor it is clamped, as servers do.
-
-    Raises:
-        UnsupportedTensorError: If the formats or the granularity are not supported.
-        ValueError: If `scale` is given for a spec without a static scale, or missing for one that needs it.
 
     Source: compressed-tensors 0.20, `calculate_qparams`.
     """

@@ -32,11 +32,7 @@ _INF_BITS = FLOAT32.max_code + 1
 
 
 def torch_dtype(fmt: ElementFormat) -> torch.dtype:
-    """Return the torch dtype that stores one element of `fmt`.
-
-    Raises:
-        UnknownNameError: If torch has no such dtype (E2M1: torch has a dtype for pairs only).
-    """
+    """Return the torch dtype that stores one element of `fmt`."""
     try:
         return _TORCH_DTYPES[fmt]
     except KeyError:
@@ -56,9 +52,6 @@ def encode(x: Tensor, fmt: ElementFormat) -> Tensor:
 
     Returns:
         uint8 codes of the shape of `x`. Codes of fewer than 8 bits are right-aligned, one per byte.
-
-    Raises:
-        ValueError: If `fmt` is unsigned or wider than 8 bits, or `x` holds NaN and `fmt` has no NaN (E2M1).
 
     Source: OFP8 1.0, section 5 (saturating conversion); OCP MX 1.0, section 5.3.
     """
@@ -90,9 +83,6 @@ def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
     Returns:
         float32 of the shape of `codes`.
-
-    Raises:
-        ValueError: If `codes` is not uint8 or holds a number that is no code of `fmt`, or `fmt` is wider than 8 bits.
     """
     if codes.dtype != torch.uint8:
         raise ValueError(f"codes must be uint8, got {codes.dtype}")

@@ -66,9 +66,6 @@ class ElementFormat:
 
         Args:
             code: ``0 <= code < 2**bits``.
-
-        Raises:
-            ValueError: If the code is out of range.
         """
         if not 0 <= code < 1 << self.bits:
             raise ValueError(f"{self.name} codes are 0..{(1 << self.bits) - 1}, got {code}")
@@ -149,9 +146,6 @@ class IntegerFormat(ElementFormat):
 
         Args:
             code: ``0 <= code < 2**bits``.
-
-        Raises:
-            ValueError: If the code is out of range.
         """
         if not 0 <= code < 1 << self.bits:
             raise ValueError(f"{self.name} codes are 0..{(1 << self.bits) - 1}, got {code}")
@@ -174,9 +168,5 @@ FORMATS: dict[str, ElementFormat] = {
 
 
 def get_format(name: str) -> ElementFormat:
-    """Return the format `name`.
-
-    Raises:
-        UnknownNameError: If there is no such format; the message lists the valid names.
-    """
+    """Return the format `name`."""
     return lookup("format", name, FORMATS)

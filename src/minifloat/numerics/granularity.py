@@ -55,11 +55,7 @@ _NAMED = (BLOCK_128, GROUP_128, GROUP_32, GROUP_16)
 
 
 def block_granularity(rows: int, cols: int) -> Granularity:
-    """Return the granularity of blocks of this size: a declared one, or a new one for sizes of other tools.
-
-    Raises:
-        ValueError: If a size is below 1.
-    """
+    """Return the granularity of blocks of this size: a declared one, or a new one for sizes of other tools."""
     if rows < 1 or cols < 1:
         raise ValueError(f"a block is at least 1x1, got {rows}x{cols}")
     for known in _NAMED:

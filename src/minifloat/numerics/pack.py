@@ -22,9 +22,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
     Returns:
         uint8 ``[..., K / 2]``; byte j is ``codes[2 j] | codes[2 j + 1] << 4``.
-
-    Raises:
-        ValueError: If `codes` is not uint8, has no dimension, an odd `K`, or a value above 15.
     """
     _check_bytes(codes)
     if codes.shape[-1] % 2:
@@ -42,9 +39,6 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
     Returns:
         uint8 codes ``[..., K]``, values 0..15.
-
-    Raises:
-        ValueError: If `packed` is not uint8 or has no dimension.
     """
     _check_bytes(packed)
     return torch.stack((packed & _LOW_NIBBLE, packed >> E2M1.bits), dim=-1).flatten(-2)

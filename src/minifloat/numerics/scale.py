@@ -33,9 +33,6 @@ def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None
     Returns:
         The scale grid (float32 values for FLOAT32 scales, uint8 codes for E8M0 and E4M3), and NVFP4's divisor (float32
         scalar) or None.
-
-    Raises:
-        ValueError: If `w` does not have two dimensions, or the rule of the spec does not apply to its scale format.
     """
     if spec.scale is E8M0 and spec.rule is ScaleRule.SEARCH:
         return search_e8m0_scales(w, spec.granularity, spec.element), None
@@ -67,9 +64,6 @@ def effective_scale(scale: Tensor, spec: WeightSpec, divisor: Tensor | None = No
 
     Returns:
         float32 of the shape of `scale`; powers of two for E8M0 (code 0 is 2**-127, a float32 subnormal).
-
-    Raises:
-        ValueError: If the spec needs a divisor and `divisor` is None, or the spec has none and `divisor` is given.
     """
     if spec.has_global_scale != (divisor is not None):
         raise ValueError(f"{spec.scale.name} scales {'need a' if divisor is None else 'take no'} divisor")

@@ -31,9 +31,6 @@ def amax(w: Tensor, granularity: Granularity) -> Tensor:
 
     Returns:
         float32 ``granularity.scale_shape((N, K))``, exact; NaN for a block that holds NaN.
-
-    Raises:
-        ValueError: If `w` does not have two dimensions.
     """
     return blocks_of(w, granularity).abs().amax(dim=(1, 3)).to(torch.float32)
 
@@ -48,9 +45,6 @@ def expand(grid: Tensor, granularity: Granularity, shape: tuple[int, int]) -> Te
 
     Returns:
         ``[N, K]`` in the dtype of `grid`.
-
-    Raises:
-        ValueError: If `grid` does not have the shape that `granularity` gives for `shape`.
     """
     expected = granularity.scale_shape(shape)
     if tuple(grid.shape) != expected:
@@ -82,9 +76,6 @@ def global_divisor(tensor_amax: Tensor) -> Tensor:
 
     Returns:
         float32 scalar (no dimensions); 1.0 if the quotient is not finite (amax zero, below 8e-36, or NaN).
-
-    Raises:
-        ValueError: If `tensor_amax` does not have one element (an empty weight has no amax).
 
     Source: compressed-tensors 0.20, `generate_gparam`.
     """
@@ -147,9 +138,6 @@ def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> T
 
     Returns:
         uint8 E8M0 codes, clamped to 0..254; 0 for a block of zeros.
-
-    Raises:
-        ValueError: If `rule` is another one (SEARCH needs the weights: `search_e8m0_scales`).
 
     Source: OCP MX 1.0, section 6.3 (FLOOR); Quark and torchao (EVEN); NVIDIA's MXFP8 recipe (RCEIL).
     """

@@ -48,9 +48,6 @@ def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementForm
     Returns:
         uint8 E8M0 codes on the scale grid; 0 for a block of zeros.
 
-    Raises:
-        ValueError: If `granularity` has other blocks, or `w` holds NaN and `element` has no NaN.
-
     Source: the search over neighbouring exponents is auto-round's optimised round-to-nearest, with a wider range.
     """
     blocks = _search_blocks(w, granularity)
@@ -93,9 +90,6 @@ def search_nvfp4_scales(w: Tensor, granularity: Granularity, divisor: Tensor) ->
 
     Returns:
         uint8 E4M3 codes on the scale grid, none of them of zero. A block of zeros gets 0.125, as from `nvfp4_scales`.
-
-    Raises:
-        ValueError: If `granularity` has other blocks, or `w` holds NaN.
 
     Source: Four Over Six (arXiv 2512.02010) proposes the choice between the scales of amax / 6 and amax / 4.
     """

@@ -201,11 +201,7 @@ DEFAULT_SCHEME = "fp8-block"
 
 
 def get_scheme(name: str) -> Scheme:
-    """Return the scheme `name`.
-
-    Raises:
-        UnknownNameError: If there is no such scheme; the message lists the valid names.
-    """
+    """Return the scheme `name`."""
     return lookup("scheme", name, SCHEMES)
 
 

@@ -82,14 +82,6 @@ def step(
 
     Returns:
         float32 ``[R, vocab]``, a row for each entry of `StepBatch.logits`.
-
-    Raises:
-        UnknownNameError: If there is no such `impl`.
-        KernelUnavailable: If ``impl="cpu"`` cannot run here, or the decoder is batch-invariant and the reference would
-            run it.
-        ShapeError: If the cache or the states do not fit the decoder or the batch, or the batch is inconsistent;
-            nothing was written.
-        UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU; nothing was written.
     """
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)

@@ -43,12 +43,6 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
     Returns:
         float32, the shape of `x`, contiguous. With a dynamic scale, NaN or Inf in a block makes all of it NaN; with a
         static one Inf is clamped, and NaN stays NaN; under NVFP4's divisor Inf is clamped, and NaN makes its block NaN.
-
-    Raises:
-        KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
-        ShapeError: If `x` has no dimensions.
-        UnsupportedTensorError: If the formats or the granularity are not supported.
-        ValueError: If `scale` is given for a spec without a static scale, or missing for one that needs it.
     """
     if impl not in ("auto", *IMPLEMENTATIONS):
         known = f"auto, {', '.join(IMPLEMENTATIONS)}"
@@ -83,13 +77,6 @@ def quantize_inputs(
     Returns:
         Codes ``[M', K]`` in the dtype of the element, contiguous, and float32 scales: ``[1, 1]`` of the tensor, or
         ``[M', groups]``, column-major. The scales of appended rows are arbitrary positive numbers.
-
-    Raises:
-        KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
-        ShapeError: If `x` is not a matrix.
-        UnsupportedTensorError: If the formats or the granularity are not supported, or codes of the element have no
-            dtype in torch (E2M1).
-        ValueError: If `scale` is given for a spec without a static scale, or missing for one that needs it.
     """
     if impl not in ("auto", "reference", "triton"):
         raise KernelUnavailable(f"quantize_inputs has no implementation {impl!r}; available: auto, reference, triton")

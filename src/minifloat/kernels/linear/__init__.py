@@ -89,15 +89,6 @@ def linear(
         ``[..., N]``, the dtype of `x`. NaN in `x` spreads as in any matrix product, and so does Inf, except that a
         static `input_scale` clamps it.
 
-    Raises:
-        KernelUnavailable: If `impl` cannot run here, or the weight is not packed for it, or is packed for a GPU, which
-            has no int8 kernels.
-        ShapeError: If `x` or `bias` does not fit the weight.
-        UnsupportedTensorError: If there is no kernel for the dtype or device of `x` or `bias`, or inputs of this kind
-            are not simulated.
-        ValueError: If `input_scale` is missing, or given for a dynamic scale, or `int8_inputs` is set besides
-            `activation`.
-
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
     if int8_inputs and activation is not None:
@@ -145,11 +136,6 @@ def linear_fused(
 
     Returns:
         ``[..., N_i]`` for each weight, views of one tensor ``[..., sum of N_i]``; the same bits as by `linear`.
-
-    Raises:
-        KernelUnavailable: If the native library is not loaded, or the GPU kernels cannot run, or have no int8 kernels.
-        ShapeError: If `x` or a bias does not fit, the weights have different K, or there is no weight.
-        UnsupportedTensorError: If a dtype or device has no kernel, or weights differ in kind, or biases in dtype.
     """
     on_gpu = [weight for weight in weights if isinstance(weight, GpuWeight)]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]

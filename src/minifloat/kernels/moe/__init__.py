@@ -54,11 +54,6 @@ def moe_linear(
 
     Returns:
         ``[T, N]``, the dtype of `x`. There is no gradient.
-
-    Raises:
-        KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
-        ShapeError: If sizes do not match, offsets fall, or `x_rows` names a row that `x` does not have.
-        UnsupportedTensorError: If a dtype or device has no kernel, or experts are of several kinds.
     """
     if not isinstance(experts, PackedExperts):
         experts = PackedExperts(experts)
@@ -87,10 +82,6 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
         x_rows: int64 ``[T * k]``: the token of each row.
         order: int64 ``[T * k]``: the place of each row in ``expert_ids.flatten()``, tokens of an expert in their order;
             ``weights.flatten()[order]`` are the router's weights of the rows.
-
-    Raises:
-        ShapeError: If `expert_ids` is not a matrix, or names an expert that does not exist.
-        UnsupportedTensorError: If `expert_ids` is not int64.
     """
     if expert_ids.ndim != 2:
         raise ShapeError("expert_ids", f"expected [T, k], got {list(expert_ids.shape)}")

@@ -79,10 +79,6 @@ class Library:
         """Run the C function ``minifloat_<name>``, which leaves its results in `args`.
 
         Packed bytes (`structs.struct_of`) are created faster than a structure.
-
-        Raises:
-            ValueError: If the function rejects its arguments, a bug of the caller, which validates them.
-            MemoryError: If there is no memory for the scratch buffers.
         """
         function = self._functions.get(name)
         if function is None:
@@ -120,22 +116,13 @@ _result: LoadResult | None = None
 
 
 def load() -> Library | None:
-    """Return the library, or None if it was not built or cannot be loaded (`why_unavailable` gives the reason).
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
-    """
+    """Return the library, or None if it was not built or cannot be loaded (`why_unavailable` gives the reason)."""
     result = _result
     return _load().library if result is None else result.library
 
 
 def require() -> Library:
-    """Return the library.
-
-    Raises:
-        KernelUnavailable: If there is no library, or ``MINIFLOAT_ISA`` names an instruction set that does not exist
-            here.
-    """
+    """Return the library."""
     library = load()
     if library is None:
         raise KernelUnavailable(why_unavailable())
@@ -173,11 +160,7 @@ def _load() -> LoadResult:
 
 @contextlib.contextmanager
 def using(isa: str) -> Iterator[Library]:
-    """Use another instruction set for all calls of this process inside a ``with``; for tests and measurements.
-
-    Raises:
-        KernelUnavailable: If there is no library, or it cannot run this instruction set here.
-    """
+    """Use another instruction set for all calls of this process inside a ``with``; for tests and measurements."""
     global _result
     before = _load()
     if before.library is None:
@@ -203,9 +186,6 @@ def open_library(candidates: list[Path]) -> LoadResult:
 
     Returns:
         The library, or the reason why it cannot be loaded, with the cure.
-
-    Raises:
-        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
     files = [folder / name for folder in candidates for name in FILE_NAMES]
     path = next((file for file in files if file.exists()), None)

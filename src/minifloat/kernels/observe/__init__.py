@@ -46,12 +46,6 @@ def observe(
 
     Returns:
         The amax over the finite elements (exact; 0.0 if there are none) and the number of NaN and Inf.
-
-    Raises:
-        UnsupportedTensorError: If `x` has another dtype or device, or is not contiguous.
-        UnknownNameError: If there is no such `impl`.
-        KernelUnavailable: If ``impl="cpu"`` cannot run here.
-        ValueError: If `histogram` has another shape, dtype or layout.
     """
     _check(x, histogram)
     runs_native = native.runs("observe", impl)

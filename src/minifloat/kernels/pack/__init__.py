@@ -52,13 +52,6 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
     Returns:
         The packed weight, in memory of its own. NaN codes and NaN coded scales make whole rows NaN. With E8M0 scales, a
         block whose scale is more than 125 powers of two below the largest of its row becomes zeros.
-
-    Raises:
-        UnsupportedTensorError: If a weight of this kind has no packed form; `why_not` gives the reason.
-        ShapeError: If the weight is not a matrix.
-        NonFiniteError: If a float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
-        UnknownNameError: If there is no such `impl`.
-        KernelUnavailable: If ``impl="cpu"`` cannot run here.
     """
     runs_native = native.runs("pack", impl)
     codes, scale, factor, spec = _parts(weight)

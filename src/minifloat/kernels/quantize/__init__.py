@@ -63,12 +63,6 @@ def amax(
 
     Returns:
         The amax over the finite elements (exact; 0.0 if there are none) and the number of NaN and Inf.
-
-    Raises:
-        ShapeError: If the size of `data` does not match `dtype` and `shape`.
-        UnsupportedTensorError: If there is no such `dtype`.
-        UnknownNameError: If there is no such `impl`.
-        KernelUnavailable: If `impl` cannot run here.
     """
     _check_source(data, dtype, shape)
     implementation = _choose(impl, None, device)
@@ -118,16 +112,6 @@ def quantize_rows(
 
     Returns:
         Codes, scales and statistics. Rounding is to nearest, ties to even, clamped to the format's largest value.
-
-    Raises:
-        ShapeError: If the size of `data` does not match `dtype` and `shape`, or two elements share a byte and the
-            number of columns is odd.
-        UnsupportedTensorError: If there is no such `dtype`.
-        UsageError: If `tensor_amax` is missing, or not a finite number >= 0.
-        UnknownNameError: If there is no such `impl`.
-        KernelUnavailable: If `impl` cannot run here or does not cover `spec`.
-        ValueError: If an output array has another shape, dtype or layout, or `spec` combines a scale format and a rule
-            that do not go together.
     """
     _check_source(data, dtype, shape)
     packed = spec.element.bits * 2 == _BYTE_BITS

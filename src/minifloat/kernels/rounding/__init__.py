@@ -44,13 +44,6 @@ def round_with_feedback(
     Returns:
         uint8 codes ``[N, K]``, one per byte, columns in the order of `weight`.
 
-    Raises:
-        KernelUnavailable: If ``impl="cpu"`` cannot run here.
-        ShapeError: If shapes do not match, or `groups` names a column that `scales` does not have.
-        UnknownNameError: If there is no such `impl`.
-        UnsupportedTensorError: If a tensor has another dtype or device, or is not contiguous.
-        ValueError: If `element` is unsigned or wider than 8 bits.
-
     Source: Frantar et al., GPTQ, arXiv 2210.17323; Chee et al., QuIP, arXiv 2307.13304, which proves that GPTQ is this
         recurrence with the feedback of an LDL decomposition of the Hessian.
     """
@@ -80,12 +73,6 @@ def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
         y: ``[T, K2]``, the dtype of `x`. If it is the memory of `x`, a symmetric `out` stays symmetric bit for bit.
         out: float32 ``[K1, K2]``, contiguous; added to. It must not overlap `x` or `y`.
         impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-
-    Raises:
-        KernelUnavailable: If ``impl="cpu"`` cannot run here.
-        ShapeError: If shapes do not match.
-        UnknownNameError: If there is no such `impl`.
-        UnsupportedTensorError: If a tensor has another dtype or device, or elements of a row lie apart.
     """
     for name, tensor, dtypes in (("x", x, GRAM_DTYPES), ("y", y, (x.dtype,)), ("out", out, (torch.float32,))):
         _check_matrix(name, tensor, dtypes)
