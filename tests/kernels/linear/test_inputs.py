@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_cases import (
@@ -54,18 +56,41 @@ def test_nan_and_inf_spread_as_in_a_matrix_product(
         assert result[others].isfinite().all()
 
 
-@kinds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_massive_activation_costs_no_accuracy(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
-    stored = make(kind, 70, 300)
-    packed, values = kernels.pack(stored), stored.values()
-    x = inputs(100, 300)
+def massive(x: torch.Tensor) -> torch.Tensor:
     x[:, 17] *= 1e4
     x[3, 200] = -2.5e4
-    x = (x * 1e-3).to(dtype)  # and still no result is too large for half precision
-    exact = product(x, values)
-    for m in M:
-        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+    return x * 1e-3  # and still no result is too large for half precision
+
+
+def smallest_of_half(x: torch.Tensor) -> torch.Tensor:
+    halves = (x * 1e-6).half()
+    return halves.masked_fill(halves.abs() >= torch.finfo(torch.float16).smallest_normal, 0)
+
+
+def powers(*shape: int) -> torch.Tensor:
+    return 10.0 ** (torch.rand(*shape, generator=torch.Generator().manual_seed(3)) * 60 - 30)
+
+
+EXTREMES: dict[str, tuple[int, tuple[torch.dtype, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a massive activation": (300, DTYPES, massive),
+    "rows that differ by sixty powers of ten": (100, WIDE, lambda x: x * 10.0 ** torch.linspace(-30, 30, 100)[:, None]),
+    "elements that differ by sixty powers of ten": (100, WIDE, lambda x: x * powers(*x.shape)),
+    "the smallest numbers of half precision": (100, (torch.float16,), smallest_of_half),
+}
+
+
+@kinds
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_inputs_cost_no_accuracy(kernels: Kernels, kind: str, name: str) -> None:
+    cols, dtypes, change = EXTREMES[name]
+    stored = make(kind, 70, cols)
+    packed, values = kernels.pack(stored), stored.values()
+    for dtype in dtypes:
+        x = change(inputs(100, cols)).to(dtype)
+        exact = product(x, values)
+        for m in M:
+            for part in (slice(0, m), slice(100 - m, 100)):
+                assert_close(kernels.linear(x[part], packed), exact[part], x[part], values)
 
 
 @kinds
@@ -114,41 +139,6 @@ def test_an_outlier_times_zeros_does_not_change_other_products(
     for m in M:
         parts = [kernels.linear(part, packed) for part in x.split(m)]
         assert_within_bar(torch.cat(parts), exact)
-
-
-@kinds
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_rows_of_x_may_differ_by_sixty_powers_of_ten(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
-    stored = make(kind, 70, 100)
-    packed, values = kernels.pack(stored), stored.values()
-    x = (inputs(100, 100) * 10.0 ** torch.linspace(-30, 30, 100)[:, None]).to(dtype)
-    exact = product(x, values)
-    for m in (1, 2, 5, 16, 33, 100):
-        for part in (slice(0, m), slice(100 - m, 100)):
-            assert_close(kernels.linear(x[part], packed), exact[part], x[part], values)
-
-
-@kinds
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_elements_of_x_may_differ_by_sixty_powers_of_ten(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
-    stored = make(kind, 70, 100)
-    packed, values = kernels.pack(stored), stored.values()
-    powers = torch.rand(100, 100, generator=torch.Generator().manual_seed(3)) * 60 - 30
-    x = (inputs(100, 100) * 10.0**powers).to(dtype)
-    exact = product(x, values)
-    for m in M:
-        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
-
-
-@kinds
-def test_the_smallest_numbers_of_half_precision_count(kernels: Kernels, kind: str) -> None:
-    stored = make(kind, 70, 100)
-    packed, values = kernels.pack(stored), stored.values()
-    x = (inputs(100, 100) * 1e-6).half()
-    x[x.abs() >= torch.finfo(torch.float16).smallest_normal] = 0
-    exact = product(x, values)
-    for m in M:
-        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
 
 
 @kinds

@@ -163,3 +163,21 @@ def test_any_shape_dtype_and_format(data: st.DataObject) -> None:
         for part, weight, bias in zip(result.split(rows, dim=1), stored, biases, strict=True):
             values = weight.values()
             assert_close(part, product(x, values, bias), x, values)
+
+
+#: Numbers of rows on both sides of every limit of `csrc/linear/choose.cpp`.
+INVARIANT_ROWS = (*range(2, 18), 25, 48, 49, 64, 100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_a_batch_invariant_product_has_the_same_bits_alone(
+    kernels: Kernels, kind: str, dtype: torch.dtype
+) -> None:
+    packed = kernels.pack(make(kind, 70, 672))
+    x = torch.randn(max(INVARIANT_ROWS), 672, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.cat([kernels.linear(row[None], packed, batch_invariant=True) for row in x])
+    for rows in INVARIANT_ROWS:
+        for threads in (1, 2):
+            together = kernels.linear(x[:rows], packed, threads=threads, batch_invariant=True)
+            assert torch.equal(bits(together), bits(alone[:rows])), f"{rows} rows, {threads} threads"

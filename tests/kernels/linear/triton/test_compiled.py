@@ -8,6 +8,8 @@ arithmetic is the limit: 132 multiprocessors issue about 33e12 thread instructio
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 from gpu_compile import A100, B200, H200, L40S, SHAPES, Compiled, compile_dequantize, compile_product
 from modes import each_value, full
+from triton_cases import run_cases
 
 from minifloat.kernels.linear.triton.config import by_arithmetic
 from minifloat.kernels.linear.triton.device import Device
@@ -87,3 +90,7 @@ def test_a_kernel_without_a_product_loop_has_no_loop_in_its_counts() -> None:
     result = compile_dequantize(GpuForm.FP8, torch.bfloat16, H200)
     assert result.tensor_core == 0
     assert not result.loop
+
+
+def test_the_kernels_match_float64_in_the_interpreter() -> None:
+    run_cases(Path(__file__).with_name("triton_cases_linear.py"), interpreted=True)

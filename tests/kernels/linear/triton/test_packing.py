@@ -11,7 +11,7 @@ from kernel_cases import KINDS, Stored, finite_codes, make
 
 from minifloat.errors import KernelUnavailable, NonFiniteError, UnsupportedTensorError
 from minifloat.kernels.linear import linear
-from minifloat.kernels.linear.triton import pack, why_not
+from minifloat.kernels.linear.triton import pack, why_not, why_unavailable
 from minifloat.kernels.linear.triton.layout import GpuForm, Order, form_of
 from minifloat.kernels.linear.triton.weight import GpuWeight, arrange
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
@@ -174,3 +174,9 @@ def test_every_element_has_a_place_of_its_own(order: Order) -> None:
             stored = make(kind, rows, cols)
             stored.codes[:] = torch.where(number >> bit & 1 == 1, pool[one], pool[0])
             assert torch.equal(arrange(quantized(stored), order).unpack().codes, quantized(stored).codes)
+
+
+def test_why_the_kernels_cannot_run_is_a_constant_of_compiled_code() -> None:
+    double = torch.compile(lambda x: x * (2 if why_unavailable(x.device) else 3), fullgraph=True, backend="eager")
+    factor = 2 if why_unavailable("cpu") else 3
+    assert torch.equal(double(torch.ones(2)), torch.full((2,), float(factor)))

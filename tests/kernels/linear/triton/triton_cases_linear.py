@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter; `test_interpreted` runs pytest on this file.
+"""The kernels in Triton's interpreter; `test_compiled` runs pytest on this file.
 
 Weights decode to float32 here, and bfloat16 results are not compared, because the interpreter rounds bfloat16 wrongly.
 """
