@@ -44,7 +44,7 @@ def weights_of(name: str) -> Callable[[int, int], PackedWeight]:
     import torch
 
     from minifloat.kernels.pack import pack
-    from minifloat.kernels.pack.memory import allocate
+    from minifloat.kernels.pack.weight import allocate
     from minifloat.numerics.scheme import SCHEMES
     from minifloat.numerics.tensor import quantize_tensor
 

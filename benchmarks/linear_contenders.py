@@ -24,7 +24,7 @@ from minifloat.kernels import native
 from minifloat.kernels.linear import int8_inputs, linear
 from minifloat.kernels.native.structs import STRUCTS
 from minifloat.kernels.pack import PackedWeight, pack
-from minifloat.kernels.pack.memory import allocate
+from minifloat.kernels.pack.weight import allocate
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 

@@ -83,7 +83,7 @@ def operation(scheme: str, data: Bytes, impl: str) -> Callable[[], object]:
     spec = SCHEMES[scheme].weight
     run = partial(quantize_rows, data, "BF16", shape_of(data), spec, tensor_amax=0.12, impl=impl)
     result = run()
-    return partial(run, out_codes=result.codes, out_scales=result.scales)
+    return partial(run, out=(result.codes, result.scales))
 
 
 def bound(library: native.Library, run: Callable[[], object]) -> Callable[[], object]:

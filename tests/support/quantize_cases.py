@@ -71,8 +71,10 @@ def quantize(
         tensor_amax=tensor_amax,
         impl=impl,
         device=device,
-        out_codes=np.full((rows, cols // 2 if spec.element is E2M1 else cols), 0xAA, np.uint8),
-        out_scales=np.full(grid, np.nan, np.float32) if spec.scale is FLOAT32 else np.full(grid, 0xAA, np.uint8),
+        out=(
+            np.full((rows, cols // 2 if spec.element is E2M1 else cols), 0xAA, np.uint8),
+            np.full(grid, np.nan, np.float32) if spec.scale is FLOAT32 else np.full(grid, 0xAA, np.uint8),
+        ),
     )
 
 

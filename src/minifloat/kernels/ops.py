@@ -16,8 +16,7 @@ from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.linear import cpu
 from minifloat.kernels.moe import cpu as moe_cpu
 from minifloat.kernels.pack.layout import Header
-from minifloat.kernels.pack.memory import is_aligned
-from minifloat.kernels.pack.weight import Pointers
+from minifloat.kernels.pack.weight import Pointers, is_aligned
 
 
 def is_eager(x: Tensor, biases: Sequence[Tensor | None] | None = None) -> bool:

@@ -208,7 +208,7 @@ def quantize_part(
             tensor_amax=amax,
             impl=caster.impl,
             device=caster.device,
-            out_codes=codes.reshape(stop - start, row_bytes),
+            out=(codes.reshape(stop - start, row_bytes), None),
         )
         _refuse(info, result.nonfinite, start, stop)
         shard.write(part.tensors.codes.name, codes, start * row_bytes)

@@ -108,8 +108,8 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
     read_only.flags.writeable = False
     transposed = np.empty((256, 4), np.uint8).T
     for codes in (np.empty((4, 255), np.uint8), np.empty(SHAPE, np.int8), transposed, read_only):
-        with pytest.raises(ValueError, match="out_codes"):
-            quantize_rows(DATA, "BF16", SHAPE, FP8, out_codes=codes)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="codes of out"):
+            quantize_rows(DATA, "BF16", SHAPE, FP8, out=(codes, None))  # type: ignore[arg-type]
     for scales in (np.empty(4, np.float32), np.empty((4, 1), np.uint8)):
-        with pytest.raises(ValueError, match="out_scales"):
-            quantize_rows(DATA, "BF16", SHAPE, FP8, out_scales=scales)
+        with pytest.raises(ValueError, match="scales of out"):
+            quantize_rows(DATA, "BF16", SHAPE, FP8, out=(None, scales))

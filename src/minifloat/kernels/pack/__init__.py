@@ -10,8 +10,7 @@ from minifloat.kernels import native
 from minifloat.kernels.native import IMPLEMENTATIONS
 from minifloat.kernels.pack import cpu, reference
 from minifloat.kernels.pack.layout import BLOCK, ROW, form_of, plan
-from minifloat.kernels.pack.memory import allocate
-from minifloat.kernels.pack.weight import FusedWeights, PackedWeight
+from minifloat.kernels.pack.weight import FusedWeights, PackedWeight, allocate
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import E8M0, FLOAT32
 from minifloat.numerics.scheme import WeightSpec

@@ -30,6 +30,8 @@ IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 
 _BYTE_BITS = 8
 
+Outputs = tuple[npt.NDArray[np.uint8] | None, npt.NDArray[np.float32] | npt.NDArray[np.uint8] | None]
+
 
 @dataclass(frozen=True)
 class QuantizedRows:
@@ -88,8 +90,7 @@ def quantize_rows(
     tensor_amax: float | None = None,
     impl: str = "auto",
     device: str = "cuda",
-    out_codes: npt.NDArray[np.uint8] | None = None,
-    out_scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8] | None = None,
+    out: Outputs = (None, None),
 ) -> QuantizedRows:
     """Quantize a slab of rows of a weight.
 
@@ -107,8 +108,7 @@ def quantize_rows(
         impl: ``"auto"`` (the native library if it is loaded and covers `spec`, else the reference), ``"reference"``,
             ``"cpu"`` or ``"triton"``.
         device: The device of ``"triton"``.
-        out_codes: An array to fill and return instead of a new one.
-        out_scales: An array to fill and return instead of a new one.
+        out: Codes and scales to fill and return instead of new arrays, each or None.
 
     Returns:
         Codes, scales and statistics. Rounding is to nearest, ties to even, clamped to the format's largest value.
@@ -119,9 +119,9 @@ def quantize_rows(
     if packed and cols % 2:
         raise ShapeError("weight", f"two {spec.element.name} elements share a byte: expected an even K, got {shape}")
     checked_amax = _checked_amax(spec, tensor_amax)
-    codes = _output("out_codes", out_codes, (rows, cols // 2 if packed else cols), np.dtype(np.uint8))
+    codes = _output("codes of out", out[0], (rows, cols // 2 if packed else cols), np.dtype(np.uint8))
     scale_dtype = np.dtype(np.float32 if spec.scale is FLOAT32 else np.uint8)
-    scales = _output("out_scales", out_scales, spec.granularity.scale_shape(shape), scale_dtype)
+    scales = _output("scales of out", out[1], spec.granularity.scale_shape(shape), scale_dtype)
     implementation = _choose(impl, spec, device)
     if data.size == 0:
         return QuantizedRows(codes, scales, CastStats(), 0)
