@@ -7,8 +7,8 @@
     hardware.py, roofline.py           machines, the cost of a step and its least time
     known_loss.py                      what the schemes were measured to lose
 
-Only config and headers are read. For the Llama family and its mixtures nothing here imports torch, and the answer takes
-a fraction of a second; other architectures import transformers, which takes seconds. The figures are bounds and sums,
+Only config and headers are read. For the Llama family nothing here imports torch, and the answer takes a fraction of a
+second; other architectures import transformers, which takes seconds. The figures are bounds and sums,
 not predictions: `bench` measures what an engine reaches.
 """
 

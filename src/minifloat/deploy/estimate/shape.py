@@ -21,7 +21,7 @@ from minifloat.model.architecture.roles import EXPERTS, text_config
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Model types whose tensors and caches follow from the fields of config.json alone, without transformers.
+#: Model types whose caches follow from the fields of config.json alone, without transformers.
 KNOWN_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "granite"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
@@ -104,7 +104,7 @@ class Fields:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json alone tells tensors and caches: a type of `KNOWN_TYPES`, no field left out."""
+    """Return whether config.json alone tells the caches: a type of `KNOWN_TYPES`, no field left out."""
     text = text_config(config)
     return text.get("model_type") in KNOWN_TYPES and all(text.get(field) is not None for field in _EXPLICIT)
 
