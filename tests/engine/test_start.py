@@ -30,7 +30,6 @@ print(*sys.modules)
 _SLOW = (
     "accelerate",
     "huggingface_hub",
-    "jinja2",
     "pandas",
     "scipy",
     "sympy",
