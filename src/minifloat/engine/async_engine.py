@@ -1,8 +1,7 @@
 """The engine for a server: the engine steps in a thread of its own, and every request is an asynchronous stream.
 
-All calls of the engine run in that thread; the event loop only puts commands into a queue. Each request has one slot
-for deliveries, in which new deliveries are joined with those that have not been read yet: a slow reader costs no memory
-but that of its text.
+All calls of the engine run in that thread; the event loop only puts commands into a queue. A delivery that has not been
+read yet is joined with the next one: a slow reader costs no memory but that of its text.
 """
 
 from __future__ import annotations

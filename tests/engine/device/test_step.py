@@ -310,7 +310,7 @@ def test_blocks_of_128_rows_are_put_side_by_side_only_where_no_block_is_shared()
     assert _side_by_side([narrow, wide]) is None
 
 
-def test_slots_are_rows_of_blocks() -> None:
+def test_cache_rows_are_rows_of_blocks() -> None:
     """The tables that the tests above hand out are what they say."""
     runner = runner_of(model_of("llama"))
     sequences = Sequences(runner)

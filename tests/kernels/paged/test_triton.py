@@ -36,7 +36,7 @@ ROTATE = HEADS | {"HEADS": 32, "BLOCK": 128, "HALF": 64}
 ATTEND = HEADS | {"GROUP": 4, "BLOCK_G": 16, "BLOCK_D": 128, "TILE": 64, "SPLITS": 32}
 WIDE = {"D": 256, "BLOCK_D": 256, "TILE": 32}
 NORMS = {"x": "*fp32", "weight": "*fp32", "eps": "fp32", "rotary": "*fp32", "q_norm": "*fp32", "k_norm": "*fp32"}
-CACHE = {"scales": "*fp32", "slots": "*i32", "positions": "*i32", "tables": "*i32", "counters": "*i32"}
+CACHE = {"scales": "*fp32", "cache_rows": "*i32", "positions": "*i32", "tables": "*i32", "counters": "*i32"}
 WORK = {"partial": "*fp32", "stats": "*fp32", "scale": "fp32"}
 
 
@@ -83,7 +83,7 @@ def test_on_a_gpu_they_are_near_the_references_in_bf16(element: str, window: int
     norms = (torch.rand(d, generator=random), torch.rand(d, generator=random))
     tables = torch.randperm(blocks, generator=random)[None].expand(len(contexts), -1)[:, :190].int().contiguous()
     positions = torch.arange(contexts[-1], dtype=torch.int32)
-    slots = tables[0, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    cache_rows = tables[0, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     qkv = torch.randn(len(positions), (heads + 2 * kv_heads) * d, generator=random).bfloat16()
     q = rotate_and_store(
         qkv.cuda(),
@@ -91,11 +91,11 @@ def test_on_a_gpu_they_are_near_the_references_in_bf16(element: str, window: int
         1e-5,
         rotary.cuda(),
         positions.cuda(),
-        slots.cuda(),
+        cache_rows.cuda(),
         caches[1],
         0,
     )
-    expected = reference.rotate_and_store(qkv, norms, 1e-5, rotary, positions, slots, caches[0], 0)
+    expected = reference.rotate_and_store(qkv, norms, 1e-5, rotary, positions, cache_rows, caches[0], 0)
     torch.testing.assert_close(q.cpu(), expected, atol=1e-2, rtol=1e-2)
     # As bytes, because what was not written is NaN.
     values = [cache.data[0, :, 1].contiguous().view(torch.uint8).cpu() for cache in caches]

@@ -60,7 +60,7 @@ def test_silu_and_the_product(dtype: torch.dtype, columns: int) -> None:
     ("shape", "norms", "element"),
     each_pair([(4, 2, 16), (6, 1, 24), (3, 3, 40)], [False, True], ["float32", "float16", E4M3.name]),
 )
-def test_keys_and_values_are_written_to_their_slots_only(
+def test_keys_and_values_are_written_to_their_cache_rows_only(
     shape: tuple[int, int, int], norms: bool, element: str
 ) -> None:
     heads, kv_heads, d = shape
@@ -72,10 +72,10 @@ def test_keys_and_values_are_written_to_their_slots_only(
     rows = torch.tensor(
         [[p, b * BLOCK_TOKENS + p % BLOCK_TOKENS] for p, b in zip(range(20, 27), range(3, 10), strict=True)]
     )
-    positions, slots = rows.int().unbind(1)
+    positions, cache_rows = rows.int().unbind(1)
     mine, theirs = cache_of(kv_heads, d, element), cache_of(kv_heads, d, element)
-    q = fast.rotate_and_store(qkv, weights, 1e-5, rotary, positions, slots, mine, 1)
-    expected = reference.rotate_and_store(qkv, weights, 1e-5, rotary, positions, slots, theirs, 1)
+    q = fast.rotate_and_store(qkv, weights, 1e-5, rotary, positions, cache_rows, mine, 1)
+    expected = reference.rotate_and_store(qkv, weights, 1e-5, rotary, positions, cache_rows, theirs, 1)
     assert torch.equal(mine.data[0].view(torch.uint8), theirs.data[0].view(torch.uint8))
     torch.testing.assert_close(q, expected, atol=5e-6, rtol=1e-5)
     if norms:  # the square root is another
@@ -96,11 +96,11 @@ def test_rounding_to_e4m3_is_that_of_the_oracle_for_every_value_and_every_tie() 
     x = torch.cat([finite, near, special, random(2000, scale=100.0), random(2000, scale=0.01)])
     d = 128
     v = torch.cat([x, x.new_zeros(-len(x) % d)]).view(-1, d)
-    slots = torch.arange(len(v), dtype=torch.int32)
+    cache_rows = torch.arange(len(v), dtype=torch.int32)
     cache = PagedCache(1, 1, d, len(v) // BLOCK_TOKENS + 1, E4M3.name, torch.device("cpu"), 1)
     qkv = torch.cat([torch.zeros(len(v), 2 * d), v], dim=1)
     rotary = torch.zeros(1, 2, d // 2)
-    fast.rotate_and_store(qkv, (None, None), 1e-5, rotary, torch.zeros_like(slots), slots, cache, 0)
+    fast.rotate_and_store(qkv, (None, None), 1e-5, rotary, torch.zeros_like(cache_rows), cache_rows, cache, 0)
     written = cache.data[0, :, 1, 0].flatten(0, 1)[: len(v)]
     assert torch.equal(written, encode(v, E4M3))
 
@@ -133,8 +133,10 @@ def test_attention_over_runs_of_keys(
     width = BLOCKS  # more than any sequence has
     tables = torch.randint(BLOCKS, (len(contexts), width), generator=torch.Generator().manual_seed(1)).int()
     for row, context in enumerate(contexts):  # no block of its own: all may read all that is written
-        slots = tables[row, torch.arange(context) // BLOCK_TOKENS] * BLOCK_TOKENS + torch.arange(context) % BLOCK_TOKENS
-        cache.write(1, slots, random(context, kv_heads, d, seed=row), random(context, kv_heads, d, seed=row + 50))
+        cache_rows = (
+            tables[row, torch.arange(context) // BLOCK_TOKENS] * BLOCK_TOKENS + torch.arange(context) % BLOCK_TOKENS
+        )
+        cache.write(1, cache_rows, random(context, kv_heads, d, seed=row), random(context, kv_heads, d, seed=row + 50))
     positions = torch.tensor(contexts, dtype=torch.int32) - 1
     q = random(len(contexts), heads, d, seed=9).to(dtype)
     found = fast.attend(q, positions, tables, cache, 1, 0.3, window)

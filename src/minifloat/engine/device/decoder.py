@@ -138,7 +138,7 @@ class Inputs:
     """The inputs of one step: single tokens of sequences first, then pieces of prompts.
 
     Attributes:
-        rows: int32 ``[T, 3]``: token, position, and slot of its key and value: block times `BLOCK_TOKENS` plus row.
+        rows: int32 ``[T, 3]``: token, position, cache row of its key and value (block times `BLOCK_TOKENS` plus row).
         tables: int32 ``[D, W]``: the blocks of the sequences of the first D tokens, as `attend` takes them.
         logits: Integers ``[R]``: the tokens whose logits are returned; None: all.
     """
@@ -154,13 +154,13 @@ def step(decoder: DeviceDecoder, cache: PagedCache, inputs: Inputs) -> Tensor:
 
     Nothing here waits for the device. Without `pieces` the work depends on shapes only, not on values.
     """
-    tokens, positions, slots = inputs.rows.unbind(1)
+    tokens, positions, cache_rows = inputs.rows.unbind(1)
     x = decoder.embedding[tokens].float()
     delta: Tensor | None = None
     for i, layer in enumerate(decoder.layers):
         normed = add_norm(x, delta, layer.input_norm, decoder.eps, decoder.dtype)
         q = rotate_and_store(
-            layer.qkv(normed), layer.head_norms, decoder.eps, decoder.rotary, positions, slots, cache, i
+            layer.qkv(normed), layer.head_norms, decoder.eps, decoder.rotary, positions, cache_rows, cache, i
         )
         delta = layer.out(_attention(decoder, layer, i, cache, inputs, positions, q))
         normed = add_norm(x, delta, layer.mlp_norm, decoder.eps, decoder.dtype)

@@ -69,7 +69,7 @@ class DecodeGraphs:
     """The graphs of a decoder, and their buffers.
 
     Attributes:
-        inputs: int32 ``[rows, COLUMNS + width]``: token, position, slot and blocks of each sequence.
+        inputs: int32 ``[rows, COLUMNS + width]``: token, position, cache row and blocks of each sequence.
         logits: float32 ``[rows, vocab]``.
     """
 

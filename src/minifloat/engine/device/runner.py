@@ -83,8 +83,8 @@ class DeviceRunner(Runner):
         count = len(singles)
         for work, own in zip(pieces, blocks, strict=True):
             positions = np.arange(work.start, work.end, dtype=np.int32)
-            slots = own[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-            rows.append(np.stack([work.sequence.tokens[work.start : work.end], positions, slots], axis=1))
+            cache_rows = own[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+            rows.append(np.stack([work.sequence.tokens[work.start : work.end], positions, cache_rows], axis=1))
             count += len(positions)
             ends[work.sequence.request_id] = count - 1
         after = [(ends[work.sequence.request_id] + 1, work.logits) for work in works]

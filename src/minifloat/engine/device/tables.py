@@ -12,7 +12,7 @@ from minifloat.engine.scheduler import WorkItem
 from minifloat.engine.sequence import Sequence
 from minifloat.kernels.decoder import BLOCK_TOKENS
 
-#: Columns before the blocks in a row of a step: token, position, slot.
+#: Columns before the blocks in a row of a step: token, position, cache row.
 COLUMNS = 3
 
 
@@ -30,7 +30,7 @@ class BlockTables:
         return self._blocks[self._row(work.sequence), : blocks_for(work.end)]
 
     def fill(self, rows: NDArray[np.int32], works: Sequences[WorkItem]) -> None:
-        """Write work of one token each into rows: token, position, slot and blocks.
+        """Write work of one token each into rows: token, position, cache row and blocks.
 
         A token that is not known yet is left out.
         """

@@ -75,10 +75,10 @@ class KVCache:
         return self.data.nbytes
 
     def write(
-        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None, scales: tuple[float, float]
+        self, layer: int, cache_rows: Tensor, keys: Tensor, values: Tensor | None, scales: tuple[float, float]
     ) -> None:
         """Store tokens, in plain PyTorch."""
-        block, row = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+        block, row = cache_rows // BLOCK_TOKENS, cache_rows % BLOCK_TOKENS
         key_view, value_view, pair = self._views(layer)
         key_view[block, :, :, row] = self._coded(keys, scales[0]).view(*keys.shape[:2], -1, pair)
         if values is not None:

@@ -102,8 +102,8 @@ def _attention(
         positions = batch.positions[rows].long()
         blocks = batch.blocks[s].long()
         if k is not None:
-            slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-            cache.write(layer, slots, k[rows], None if v is None else v[rows], scales)
+            cache_rows = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+            cache.write(layer, cache_rows, k[rows], None if v is None else v[rows], scales)
         # Blocks before the window may belong to another sequence already.
         begin = _first_key(attention, int(positions[0])) // BLOCK_TOKENS
         keys, values = cache.read(layer, blocks[begin : -(-context // BLOCK_TOKENS)], scales)

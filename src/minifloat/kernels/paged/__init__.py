@@ -71,7 +71,7 @@ def rotate_and_store(
     eps: float,
     rotary: Tensor,
     positions: Tensor,
-    slots: Tensor,
+    cache_rows: Tensor,
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
@@ -83,14 +83,14 @@ def rotate_and_store(
         eps: Epsilon of the norms.
         rotary: The result of `rotary_table`.
         positions: int32 ``[T]``, below the number of positions in `rotary`.
-        slots: int32 ``[T]``: block times `BLOCK_TOKENS` plus row. The caller ensures that they exist.
+        cache_rows: int32 ``[T]``: block times `BLOCK_TOKENS` plus row. The caller ensures that they exist.
         cache: The cache; written.
         layer: Index of the layer.
 
     Returns:
         q, ``[T, heads, d]``, the dtype of `qkv`.
     """
-    q: Tensor = _on(qkv).rotate_and_store(qkv, norms, eps, rotary, positions, slots, cache, layer)
+    q: Tensor = _on(qkv).rotate_and_store(qkv, norms, eps, rotary, positions, cache_rows, cache, layer)
     return q
 
 

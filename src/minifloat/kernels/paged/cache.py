@@ -61,9 +61,9 @@ class PagedCache:
         """Bytes of all blocks."""
         return self.data.nbytes
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, cache_rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store tokens, in plain PyTorch."""
-        block, row = (slots // BLOCK_TOKENS).long(), (slots % BLOCK_TOKENS).long()
+        block, row = (cache_rows // BLOCK_TOKENS).long(), (cache_rows % BLOCK_TOKENS).long()
         for index, x in enumerate((keys, values)):
             if self.element == E4M3.name:
                 x = encode(x / self.scales[layer, index, :, None], E4M3)

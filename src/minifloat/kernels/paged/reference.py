@@ -30,7 +30,7 @@ def rotate_and_store(
     eps: float,
     rotary: Tensor,
     positions: Tensor,
-    slots: Tensor,
+    cache_rows: Tensor,
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
@@ -40,7 +40,7 @@ def rotate_and_store(
     q, k, v = torch.split_with_sizes(qkv.float().view(qkv.shape[0], -1, d), [heads, kv_heads, kv_heads], 1)
     q, k = (x if weight is None else norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
     turn = rotary[positions.long()]
-    cache.write(layer, slots, _rotate(k, turn), v)
+    cache.write(layer, cache_rows, _rotate(k, turn), v)
     return _rotate(q, turn).to(qkv.dtype)
 
 

@@ -30,8 +30,8 @@ _TILE, _WARPS, _WIDE = 64, 4, 128
 _COLUMNS = 1024
 #: Arguments that Triton must not specialize on: their values and alignment change from step to step, and compiling a
 #: kernel again would delay all requests by seconds.
-_STRIDES = ["window", "table_stride", "position_stride", "slot_stride"]
-_NUMBERS = ["tables", "positions", "slots"]
+_STRIDES = ["window", "table_stride", "position_stride", "cache_row_stride"]
+_NUMBERS = ["tables", "positions", "cache_rows"]
 
 
 _MANTISSA, _BIAS, _MAX = (tl.constexpr(value) for value in constants(E4M3, "").values())
@@ -100,13 +100,13 @@ def _rotate_and_store(
     k_norm,
     rotary,
     positions,
-    slots,
+    cache_rows,
     scales,
     queries,
     data,
     eps,
     position_stride,
-    slot_stride,
+    cache_row_stride,
     block_stride,
     value_stride,
     HEADS: tl.constexpr,
@@ -148,9 +148,9 @@ def _rotate_and_store(
         tl.store(queries + (token * HEADS + head) * D + j, x.to(queries.dtype.element_ty), mask=inside)
     else:
         index = (head - HEADS) // KV_HEADS
-        slot = tl.load(slots + token * slot_stride).to(tl.int64)
-        place = data + slot // TOKENS * block_stride + index * value_stride
-        place += ((head - HEADS) % KV_HEADS * TOKENS + slot % TOKENS) * D
+        cache_row = tl.load(cache_rows + token * cache_row_stride).to(tl.int64)
+        place = data + cache_row // TOKENS * block_stride + index * value_stride
+        place += ((head - HEADS) % KV_HEADS * TOKENS + cache_row % TOKENS) * D
         if FP8:
             tl.store(place + j, _encode(tl.div_rn(x, tl.load(scales + head - HEADS))), mask=inside)
         else:
@@ -163,7 +163,7 @@ def rotate_and_store(
     eps: float,
     rotary: Tensor,
     positions: Tensor,
-    slots: Tensor,
+    cache_rows: Tensor,
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
@@ -180,13 +180,13 @@ def rotate_and_store(
         rotary if k_norm is None else k_norm,
         rotary,
         positions,
-        slots,
+        cache_rows,
         cache.scales[layer],
         queries,
         data,
         eps,
         positions.stride(0),
-        slots.stride(0),
+        cache_rows.stride(0),
         data.stride(0),
         data.stride(1),
         heads,
