@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 from minifloat.errors import MinifloatError
-from minifloat.evaluate.bench.machine_use import peak_rss, rss
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.worker import Worker
 
@@ -228,3 +227,18 @@ class Installed:
 def memory(engine: Engine) -> tuple[int, int]:
     """Return the resident memory of an engine's process now and the largest so far, in bytes."""
     return rss(engine.process), peak_rss(engine.process)
+
+
+def peak_rss(process: int) -> int:
+    """Return the largest resident memory of a process so far, in bytes; 0 where the system does not say."""
+    status = Path(f"/proc/{process}/status")
+    if not status.exists():
+        return 0
+    lines = (line.split() for line in status.read_text().splitlines())
+    return next((int(words[1]) << 10 for words in lines if words[0] == "VmHWM:"), 0)
+
+
+def rss(process: int) -> int:
+    """Return the resident memory of a process, in bytes; 0 where the system does not say."""
+    status = Path(f"/proc/{process}/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0

@@ -32,8 +32,8 @@ from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.evaluate.bench import bench_checkpoint
+from minifloat.evaluate.bench.doubts import CpuTime, MachineUse
 from minifloat.evaluate.bench.figures import spread
-from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.numerics.scheme import get_scheme

@@ -8,8 +8,8 @@ from comparisons import full_candidate, make_comparison
 
 from minifloat.evaluate.compare.document import document
 from minifloat.evaluate.compare.metrics import TokenScores
-from minifloat.evaluate.compare.positions import by_position
 from minifloat.evaluate.compare.result import CandidateResult
+from minifloat.evaluate.compare.summary import by_position
 from minifloat.evaluate.compare.words import late_text
 from minifloat.report import html, markdown
 

@@ -6,13 +6,63 @@ caches. More than all of the bandwidth means that the bytes came from caches, or
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from minifloat.evaluate.bench.figures import BatchFigures, StepBytes, spread
-from minifloat.evaluate.bench.machine_use import MachineUse
 from minifloat.evaluate.bench.workload import Workload
+
+_STAT = Path("/proc/stat")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if _STAT.exists() else 1
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU time since the machine started, in seconds summed over its cores."""
+
+    total: float
+    busy: float
+    stolen: float
+    own: float
+
+    @classmethod
+    def now(cls, processes: Iterable[int]) -> CpuTime | None:
+        """Read the counters; None where the system has none."""
+        if not _STAT.exists():
+            return None
+        user, nice, system, idle, waiting, interrupts, soft, stolen = map(int, _STAT.read_text().split()[1:9])
+        busy = user + nice + system + interrupts + soft
+        own = sum(map(_ticks, {os.getpid(), *processes}))
+        ticks = (busy + idle + waiting + stolen, busy, stolen, own)
+        return cls(*(count / _TICKS_PER_SECOND for count in ticks))
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """What else used the machine, as shares of the time of all its cores."""
+
+    others: float
+    stolen: float
+
+    @classmethod
+    def between(cls, before: CpuTime | None, after: CpuTime | None) -> MachineUse | None:
+        """Return the use between two readings; None without readings."""
+        if before is None or after is None or after.total <= before.total:
+            return None
+        total = after.total - before.total
+        others = (after.busy - before.busy) - (after.own - before.own)
+        return cls(max(0.0, others / total), (after.stolen - before.stolen) / total)
+
+
+def _ticks(process: int) -> int:
+    """Return the CPU time of a process and of its ended children, in clock ticks."""
+    stat = Path(f"/proc/{process}/stat")
+    fields = stat.read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15]))
+
 
 #: Largest share of the time of all cores that other processes, or a hypervisor, may take.
 _OTHERS, _STOLEN = 0.05, 0.02

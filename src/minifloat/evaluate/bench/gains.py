@@ -29,9 +29,8 @@ from minifloat.checkpoint.files import storage_errors
 from minifloat.checkpoint.hub import model_folder, model_name
 from minifloat.checkpoint.progress import Progress
 from minifloat.engine.options import EngineOptions
-from minifloat.evaluate.bench.doubts import Side, find_doubts
+from minifloat.evaluate.bench.doubts import CpuTime, MachineUse, Side, find_doubts
 from minifloat.evaluate.bench.figures import BatchFigures, StepBytes, batch_figures, spread
-from minifloat.evaluate.bench.machine_use import CpuTime, MachineUse
 from minifloat.evaluate.bench.worker import Worker
 from minifloat.evaluate.bench.workload import BatchTimings, BenchOptions, Workload
 from minifloat.kernels import native, processors

@@ -20,9 +20,8 @@ from minifloat.evaluate.compare.figures import (
     task_chart,
 )
 from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
-from minifloat.evaluate.compare.positions import Positions
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, LikelyToken, ModelRecord, WorstToken
-from minifloat.evaluate.compare.summary import Summary
+from minifloat.evaluate.compare.summary import Positions, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome
 from minifloat.evaluate.compare.words import (

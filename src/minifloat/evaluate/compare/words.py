@@ -11,9 +11,8 @@ from minifloat.evaluate.compare.attribution import Attribution, Suggestion
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate
 from minifloat.evaluate.compare.options import Tolerance
-from minifloat.evaluate.compare.positions import LateChange, PositionRange
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
-from minifloat.evaluate.compare.summary import Summary
+from minifloat.evaluate.compare.summary import LateChange, PositionRange, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
 from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Verdict
 from minifloat.report.document import Pair

@@ -15,9 +15,8 @@ from torch import nn
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.evaluate.compare.attribution import Suggestion, attribute
-from minifloat.evaluate.compare.attribution.budget import TimeBudget
+from minifloat.evaluate.compare.attribution.damage import Distance, Mixtures, TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference, Location, find_differences
-from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.transformers_model import TransformersModel

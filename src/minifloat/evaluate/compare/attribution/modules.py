@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from minifloat.checkpoint.progress import Progress
-from minifloat.evaluate.compare.attribution.budget import TimeBudget
-from minifloat.evaluate.compare.attribution.damage import measure_damage
+from minifloat.evaluate.compare.attribution.damage import Mixtures, TimeBudget, as_tensor, measure_damage
 from minifloat.evaluate.compare.attribution.differences import Difference, find_differences, stored_bytes
-from minifloat.evaluate.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.transformers_model import TransformersModel, match_experts_implementation

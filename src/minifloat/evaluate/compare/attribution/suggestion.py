@@ -18,9 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from minifloat.evaluate.compare.attribution.budget import TimeBudget
+from minifloat.evaluate.compare.attribution.damage import Distance, Mixtures, TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference
-from minifloat.evaluate.compare.attribution.mixture import Distance, Mixtures
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.evaluate.compare.verdict import Verdict
