@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -158,35 +158,40 @@ class Subject:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Subject:
         """Describe a checkpoint on disk."""
-        method = (checkpoint.quantization_config or {}).get("quant_method")
-        if method == "mxfp4" and not any(name.endswith("_blocks") for name in checkpoint.tensors):
-            return _subject(checkpoint, gpt_oss.NAME, (), misnamed=True)
+        facts, config = _facts(checkpoint.config), checkpoint.quantization_config or {}
+        if config.get("quant_method") == "mxfp4" and not any(name.endswith("_blocks") for name in checkpoint.tensors):
+            return cls(layout=gpt_oss.NAME, weights=(), misnamed=True, **facts)
         description = describe(checkpoint)
-        quantized = tuple(
-            Weight(weight.module, weight.shape, weight.spec, weight.activation)
-            for weight in description.weights.values()
-        )
-        used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
-        has_scales = any(kv_scale_of(name) is not None for name in description.auxiliary)
+        stored = description.weights.values()
+        quantized = (Weight(weight.module, weight.shape, weight.spec, weight.activation) for weight in stored)
+        used = {name for weight in stored for name in weight.tensors} | description.auxiliary
         plain = _unquantized_linears(checkpoint, {name.removesuffix(".weight") for name in used})
-        subject = _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
-        config = checkpoint.quantization_config or {}
-        unlisted = (
-            _unlisted_experts(checkpoint, config, subject.family) if subject.layout == compressed_tensors.NAME else ()
+        is_listed = description.layout == compressed_tensors.NAME
+        return cls(
+            layout=description.layout,
+            weights=(*quantized, *plain),
+            kv=description.kv,
+            kv_scales=any(kv_scale_of(name) is not None for name in description.auxiliary),
+            head_named=_names_head(config),
+            unlisted_experts=_unlisted_experts(checkpoint, config) if is_listed else (),
+            **facts,
         )
-        return replace(subject, head_named=_names_head(config), unlisted_experts=unlisted)
 
     @classmethod
     def of_plan(cls, checkpoint: Checkpoint, plan: QuantizationPlan) -> Subject:
         """Describe the checkpoint that `minifloat.quantize.job.quantize_checkpoint` would write."""
-        parts = [part for tensor in plan.tensors for part in tensor.parts]
-        quantized = tuple(weight for part in parts for weight in _weights_of(part))
+        quantized = (weight for tensor in plan.tensors for part in tensor.parts for weight in _weights_of(part))
         planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
-        plain = _unquantized_linears(checkpoint, planned)
-        subject = _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
         quantization = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
         config = quantized_model_config(checkpoint.config, plan.layout, quantization)
-        return replace(subject, config=text_config(config), head_named=_names_head(quantization))
+        return cls(
+            layout=plan.layout.name,
+            weights=(*quantized, *_unquantized_linears(checkpoint, planned)),
+            kv=plan.kv,
+            kv_scales=plan.kv is not None,
+            head_named=_names_head(quantization),
+            **_facts(checkpoint.config) | {"config": text_config(config)},
+        )
 
 
 @dataclass(frozen=True)
@@ -229,12 +234,12 @@ def _names_head(config: Mapping[str, Any]) -> bool:
     return _HEAD in targets or any(re.match(pattern, _HEAD) for pattern in patterns)
 
 
-def _unlisted_experts(checkpoint: Checkpoint, config: Mapping[str, Any], family: Family) -> tuple[Weight, ...]:
+def _unlisted_experts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Weight, ...]:
     """Return the fused experts whose single experts the list of exceptions does not have; the shape is that of one."""
     groups = (config.get("config_groups") or {}).values()
     if not any(_LINEAR in (group.get("targets") or ()) for group in groups):
         return ()
-    listed, unlisted = config.get("ignore") or (), []
+    family, listed, unlisted = family_of(checkpoint.config), config.get("ignore") or (), []
     for info in checkpoint.tensors.values():
         fused = family.fused_tensor(info.name)
         if fused is None or len(info.shape) != _FUSED_DIMENSIONS:
@@ -255,28 +260,17 @@ def _unquantized_linears(checkpoint: Checkpoint, quantized_modules: set[str]) ->
     return tuple(weights)
 
 
-def _subject(
-    checkpoint: Checkpoint,
-    layout: str | None,
-    weights: tuple[Weight, ...],
-    kv: KVSpec | None = None,
-    kv_scales: bool = False,
-    misnamed: bool = False,
-) -> Subject:
-    config = text_config(checkpoint.config)
-    heads = _count(config, "num_attention_heads")
-    return Subject(
-        layout=layout,
-        model_type=str(config.get("model_type", "unknown")),
-        heads=heads,
-        kv_heads=_count(config, "num_key_value_heads") or heads,
-        config=config,
-        weights=weights,
-        kv=kv,
-        kv_scales=kv_scales,
-        misnamed=misnamed,
-        outer_type=str(checkpoint.config.get("model_type", "")),
-    )
+def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Subject` that follow from a model's config."""
+    text = text_config(config)
+    heads = _count(text, "num_attention_heads")
+    return {
+        "model_type": str(text.get("model_type", "unknown")),
+        "outer_type": str(config.get("model_type", "")),
+        "heads": heads,
+        "kv_heads": _count(text, "num_key_value_heads") or heads,
+        "config": text,
+    }
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
