@@ -22,8 +22,7 @@ from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounding.budget.target import Budget
 from minifloat.quantize.rounding.methods import METHODS
-from minifloat.quantize.rounding.options import RoundingOptions
-from minifloat.quantize.rounding.tune.options import TuneOptions
+from minifloat.quantize.rounding.options import RoundingOptions, TuneOptions
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)

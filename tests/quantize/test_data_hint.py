@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from minifloat.commands.main import main
 from minifloat.kernels.product_rate import measure_product_rate
-from minifloat.quantize.data_hint import duration_text, estimate_seconds
+from minifloat.quantize.report import duration_text, estimate_seconds
 
 HINT = "With --data self"
 

@@ -94,9 +94,9 @@ def quantize(**values: Any) -> None:
     leaves no half-written checkpoint behind; the same command continues it.
     """
     from minifloat.commands.progress import announce, progress_bar
-    from minifloat.quantize.data_hint import data_hint
     from minifloat.quantize.document import document
     from minifloat.quantize.job import quantize_checkpoint
+    from minifloat.quantize.report import data_hint
     from minifloat.report import terminal
 
     params = SimpleNamespace(**values)

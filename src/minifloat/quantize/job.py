@@ -78,24 +78,12 @@ def quantize_checkpoint(
     wanted = get_scheme(scheme) if isinstance(scheme, str) else scheme
     data_options = _data_options(data, options, calibration)
     with planned_source(source, destination, options) as planner, ExitStack() as stack:
-        rounded = None
-        if options.budget is not None and data_options is not None:
-            from minifloat.quantize.rounded import budgeted_output
+        if data_options is None:
+            run = planner.run(*planner.chosen(wanted), calibration)
+        else:
+            from minifloat.quantize.rounded import run_with_data
 
-            rounded = stack.enter_context(
-                budgeted_output(planner, wanted, options.budget, data_options, Path(destination), progress)
-            )
-            wanted, planner = rounded.scheme, planner.with_overrides(rounded.overrides)
-        plan, notes = planner.chosen(wanted)
-        if data_options is not None and rounded is None:
-            from minifloat.quantize.rounded import rounded_output
-
-            rounded = stack.enter_context(
-                rounded_output(planner.checkpoint, plan, data_options, Path(destination), progress)
-            )
-        if rounded is not None:
-            calibration = rounded.calibration(planner.checkpoint)
-        run = planner.run(plan, notes, calibration, rounded)
+            run = stack.enter_context(run_with_data(planner, wanted, data_options, Path(destination), progress))
         if announce is not None:
             for note in run.engine_notes:
                 announce(note)

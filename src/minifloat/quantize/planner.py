@@ -121,7 +121,6 @@ class Planner:
         self._target = None if options.target is None else Target.parse(options.target)
 
     def plan(self, scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
-        """Return the plan of a scheme with overrides."""
         layout = choose_writer(self.options.layout, self.checkpoint.config, scheme)
         plan = make_plan(self.checkpoint, scheme, layout, overrides, mtp=self.options.mtp)
         if not self.options.allow_partial:

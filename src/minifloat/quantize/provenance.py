@@ -52,7 +52,6 @@ def describe_recipe(
 
 
 def quantize_options(recipe: dict[str, Any]) -> str:
-    """Return the options of `minifloat quantize` that give a recipe."""
     overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
     layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
     calibration = "" if recipe["calibration"] is None else f" --stats STATS --rule {recipe['calibration']['rule']}"

@@ -1,4 +1,10 @@
-"""A source that is quantized already (`--from-quantized`): its plan, and what the report says of it."""
+"""A source that is quantized already (`--from-quantized`): its plan, copied codes, and what the report says of it.
+
+Casting codes again that the scheme can hold with their scales would change nothing at best. A weight is copied if its
+elements are those of the scheme and every block of the scheme lies in one block of the source, whose scale is then
+repeated. The scales must have the same format, or float32 holds them (BF16, E8M0). Where a scheme has one scale per
+tensor, all weights that servers fuse must already share theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +14,142 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from minifloat.checkpoint import Checkpoint, TensorInfo
-from minifloat.errors import UsageError
+from minifloat.checkpoint.digest import name_digest, new_hasher
+from minifloat.checkpoint.shard import ShardWriter
+from minifloat.errors import NonFiniteError, UsageError
 from minifloat.model.architecture.families import family_of
+from minifloat.model.layouts import StoredWeight
 from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_dtype
 from minifloat.model.layouts.inspection import format_name
-from minifloat.model.plan.tensor_plan import QuantizationPlan, module_name
+from minifloat.model.layouts.reading import read_codes, read_global_scale, read_scales
+from minifloat.model.layouts.values import Bytes, value_table
+from minifloat.model.plan.tensor_plan import Part, QuantizationPlan, module_name
 from minifloat.model.runtime.engine_names import stored_fused_as
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.scheme import WeightSpec
 from minifloat.quantize.report import COPIED_CODES, TensorReport
+
+#: Codes that are read at a time.
+_CHUNK_BYTES = 1 << 20
+
+
+def copied_codes(checkpoint: DecodedCheckpoint, plan: QuantizationPlan) -> frozenset[str]:
+    """Return the modules whose codes and scales are copied."""
+    copied: set[str] = set()
+    scales: dict[str, dict[str, float | None]] = {}
+    for tensor in plan.tensors:
+        weights = checkpoint.weights.get(tensor.source.name)
+        for part in tensor.parts:
+            stored = None if weights is None else weights[part.matrix]
+            same = stored is not None and _holds(stored, part.scheme.weight) and _is_aligned(part)
+            if part.scheme.weight.needs_tensor_amax:
+                scale = _tensor_scale(checkpoint, stored, part.scheme.weight) if stored is not None and same else None
+                scales.setdefault(part.group, {})[part.module] = scale
+            elif same:
+                copied.add(part.module)
+    for members in scales.values():
+        if None not in members.values() and len(set(members.values())) == 1:
+            copied.update(members)
+    return frozenset(copied)
+
+
+def _holds(stored: StoredWeight, spec: WeightSpec) -> bool:
+    """Return whether the scheme can hold codes and scales of the source exactly."""
+    held = stored.spec
+    if held.element is not spec.element or stored.zero_point is not None:
+        return False
+    sizes = zip(held.granularity.block(stored.shape), spec.granularity.block(stored.shape), stored.shape, strict=True)
+    if not all(outer % inner == 0 or outer >= extent for outer, inner, extent in sizes):
+        return False
+    if held.has_global_scale and held.granularity != spec.granularity:
+        return False
+    return held.scale is spec.scale or (spec.scale is FLOAT32 and not held.has_global_scale)
+
+
+def _is_aligned(part: Part) -> bool:
+    """Return whether a part begins at a block of the scheme in the stored matrix."""
+    block_rows, _ = part.scheme.weight.granularity.block(part.shape)
+    return part.first_row % block_rows == 0
+
+
+def _tensor_scale(checkpoint: DecodedCheckpoint, stored: StoredWeight, spec: WeightSpec) -> float:
+    """Return the scale of the whole tensor: that of NVFP4 above the block scales as a divisor, else the only one."""
+    if stored.global_scale is not None:
+        return float(_divisor(checkpoint, stored))
+    return float(_scales(checkpoint, stored, spec, 0, stored.shape[0])[0, 0])
+
+
+def copy_codes(
+    checkpoint: DecodedCheckpoint, info: TensorInfo, part: Part, shard: ShardWriter
+) -> tuple[CastStats, str]:
+    """Write the codes of a part as the source has them, and its scales for the blocks of the scheme.
+
+    Global scales of NVFP4 are written as divisors. Where the source's multiply, these are their reciprocals in float32.
+    """
+    end = part.first_row + part.shape[0] // part.matrices
+    codes_end = scales_end = 0
+    for stored in checkpoint.weights[info.name][part.matrix : part.matrix + part.matrices]:
+        step = max(_CHUNK_BYTES // stored.shape[1], 1)
+        for start in range(part.first_row, end, step):
+            codes = read_codes(checkpoint.stored, stored, start, min(start + step, end))
+            _refuse_nan(stored, codes)
+            shard.write(part.tensors.codes.name, codes, codes_end)
+            codes_end += codes.nbytes
+        scales = _scales(checkpoint, stored, part.scheme.weight, part.first_row, end)
+        shard.write(part.tensors.scale.name, scales, scales_end)
+        scales_end += scales.nbytes
+        if part.tensors.global_scale is not None:
+            shard.write(part.tensors.global_scale.name, _divisor(checkpoint, stored).reshape(1))
+    return CastStats(part.shape[0] * part.shape[1]), stored_digest(checkpoint, info, part)
+
+
+def stored_digest(checkpoint: DecodedCheckpoint, info: TensorInfo, part: Part) -> str:
+    """Return the digest of what is stored of a part's matrices: codes, scales and zero points."""
+    hasher = new_hasher()
+    for chunk in checkpoint.stored_chunks(info, part.matrix, part.matrices, _CHUNK_BYTES):
+        hasher.update(chunk)
+    return name_digest(hasher)
+
+
+def _scales(
+    checkpoint: DecodedCheckpoint, stored: StoredWeight, spec: WeightSpec, start: int, stop: int
+) -> npt.NDArray[Any]:
+    """Return the scales of some rows for the blocks of a scheme: codes, or the same numbers in float32."""
+    scales = read_scales(checkpoint.stored, stored, start, stop)
+    if spec.scale is FLOAT32 and stored.spec.scale is not FLOAT32:
+        scales = value_table(stored.spec.scale)[scales]
+    (held_rows, held_cols), (rows, cols) = (
+        stored.spec.granularity.block(stored.shape),
+        spec.granularity.block(stored.shape),
+    )
+    row_of_block = np.arange(start, stop, rows) // held_rows - start // held_rows
+    col_of_block = np.arange(0, stored.shape[1], cols) // held_cols
+    return np.ascontiguousarray(scales[row_of_block][:, col_of_block])
+
+
+def _divisor(checkpoint: DecodedCheckpoint, stored: StoredWeight) -> np.float32:
+    """Return the global scale of a weight of NVFP4 as a divisor."""
+    scale = read_global_scale(checkpoint.stored, stored)
+    if scale is None:
+        raise AssertionError(f"{stored.module}: a weight of NVFP4 without a global scale")
+    with np.errstate(divide="ignore", over="ignore"):
+        divisor = scale if stored.global_divides else np.float32(1.0) / scale
+    if not np.isfinite(divisor):
+        raise NonFiniteError(str(stored.global_scale), f"the global scale {scale} has no finite reciprocal")
+    return divisor
+
+
+def _refuse_nan(stored: StoredWeight, codes: Bytes) -> None:
+    nan_code = stored.spec.element.nan_code
+    if nan_code is not None:
+        count = np.count_nonzero((codes & nan_code) == nan_code)
+        if count:
+            raise NonFiniteError(stored.codes, f"{count} codes are NaN; the checkpoint is damaged")
 
 
 def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:

@@ -14,21 +14,34 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.data import DataOptions, RoundedOutput
+from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
 from minifloat.quantize.own_text import prepare_texts
-from minifloat.quantize.planner import Planner
+from minifloat.quantize.planner import PlannedRun, Planner
 from minifloat.quantize.rounding.budget.formats import find_formats
 from minifloat.quantize.rounding.budget.search import require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget.target import Budget
 from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
 from minifloat.quantize.rounding.rounded_model import RoundedModel
-from minifloat.quantize.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
 from minifloat.quantize.rounding.saved import SavedHessians
-from minifloat.quantize.rounding.saved_run import require_independent, round_saved
-from minifloat.quantize.source_gain import source_gains, source_warnings
 
 #: Suffix of the folder beside the destination in which finished layers are kept.
 WORK_SUFFIX = ".minifloat-rounding"
+
+
+@contextmanager
+def run_with_data(
+    planner: Planner, scheme: Scheme | None, data: DataOptions, destination: Path, progress: Progress | None
+) -> Iterator[PlannedRun]:
+    """Choose codes with data, and formats too within a budget, and yield the run that writes them."""
+    if (budget := planner.options.budget) is None:
+        plan, notes = planner.chosen(scheme)
+        with rounded_output(planner.checkpoint, plan, data, destination, progress) as rounded:
+            yield planner.run(plan, notes, rounded.calibration(planner.checkpoint), rounded)
+        return
+    with budgeted_output(planner, scheme, budget, data, destination, progress) as rounded:
+        planner = planner.with_overrides(rounded.overrides)
+        yield planner.run(*planner.chosen(rounded.scheme), rounded.calibration(planner.checkpoint), rounded)
 
 
 @contextmanager

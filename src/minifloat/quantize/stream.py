@@ -10,7 +10,7 @@ slab. Disk, copies and kernel overlap because the threads are at different steps
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,16 +24,61 @@ from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax
 from minifloat.kernels.quantize import quantize_rows, why_not
 from minifloat.model.architecture.roles import is_dense_float
+from minifloat.model.layouts import StoredWeight
 from minifloat.model.layouts.decoded import DecodedCheckpoint
+from minifloat.model.layouts.reading import read_rows
+from minifloat.model.layouts.values import narrow
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.copied_codes import stored_digest
-from minifloat.quantize.decoded import write_decoded
+from minifloat.quantize.quantized_source import stored_digest
 
-if TYPE_CHECKING:  # it imports torch, which only a run with data needs
+if TYPE_CHECKING:
     from minifloat.quantize.rounding.rounded_model import RoundedModel
+
+
+#: Bytes of float32 that are decoded at a time.
+_SLAB_BYTES = 2 << 20
+
+
+def write_decoded(
+    checkpoint: Checkpoint,
+    matrices: Sequence[Sequence[StoredWeight]],
+    output: OutputTensor,
+    shard: ShardWriter,
+    *,
+    transposed: bool,
+) -> None:
+    """Write a decoded matrix, or the fused matrices of all experts.
+
+    Values are decoded in float32 and rounded once, to nearest even.
+    """
+    end = 0
+    for weights in matrices:
+        if transposed:  # as a whole; one expert is small
+            matrix = [_narrowed(checkpoint, weight, 0, weight.shape[0], output.dtype) for weight in weights]
+            data = np.ascontiguousarray(np.concatenate(matrix).T)
+            shard.write(output.name, data.reshape(-1).view(np.uint8), end)
+            end += data.nbytes
+            continue
+        for weight in weights:
+            rows, cols = weight.shape
+            slab = max(_SLAB_BYTES // (cols * np.dtype(np.float32).itemsize), 1)
+            for first in range(0, rows, slab):
+                data = _narrowed(checkpoint, weight, first, min(first + slab, rows), output.dtype)
+                shard.write(output.name, data.reshape(-1).view(np.uint8), end)
+                end += data.nbytes
+
+
+def _narrowed(checkpoint: Checkpoint, weight: StoredWeight, first: int, stop: int, dtype: str) -> npt.NDArray[Any]:
+    """Return decoded rows ``[stop - first, K]`` as integers that hold the bits of a dtype."""
+    data, nonfinite = narrow(read_rows(checkpoint, weight, first, stop), dtype)
+    if nonfinite:
+        raise NonFiniteError(weight.codes, f"NaN, or values beyond the range of {dtype}")
+    item = data.nbytes // ((stop - first) * weight.shape[1])
+    return data.reshape(-1).view(f"u{item}").reshape(stop - first, weight.shape[1])
+
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20
@@ -110,7 +155,6 @@ def _slabs(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster)
 def _row_reader(
     checkpoint: Checkpoint, info: TensorInfo, part: Part, matrix: int, caster: Caster
 ) -> Callable[[int, int], Bytes]:
-    """Return a function that returns the bytes of some rows of a part in one matrix of the source."""
     row_bytes = part.shape[1] * _itemsize(info)
     if _is_decoded(checkpoint, info):
 
@@ -179,7 +223,6 @@ def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
 
 
 def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
-    """Return the digest of a tensor that `copy_tensor` returns, without copying it."""
     hasher = new_hasher()
     for slab in _source_chunks(checkpoint, info):
         hasher.update(slab)
@@ -189,7 +232,6 @@ def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
 def quantize_part(
     checkpoint: Checkpoint, info: TensorInfo, part: Part, amax: float | None, shard: ShardWriter, caster: Caster
 ) -> tuple[CastStats, str]:
-    """Quantize one weight into a shard."""
     spec = part.scheme.weight
     cols = part.shape[1]
     row_bytes = cols * spec.element.bits // 8

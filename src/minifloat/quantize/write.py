@@ -46,11 +46,12 @@ from minifloat.model.plan.share import QuantizedShare
 from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import without_static_scales
-from minifloat.quantize.copied_codes import copied_codes, copy_codes
 from minifloat.quantize.document import BUDGET_CHART, model_card
 from minifloat.quantize.planner import PlannedRun
 from minifloat.quantize.provenance import provenance, quantize_options
 from minifloat.quantize.quantized_source import (
+    copied_codes,
+    copy_codes,
     describe_source,
     dropped_tensors,
     source_notes,
@@ -79,7 +80,6 @@ def write_run(
     progress: Progress | None = None,
     started: float | None = None,
 ) -> QuantizeReport:
-    """Write what was planned, and return the report on every tensor."""
     started = time.perf_counter() if started is None else started
     options, recipe = run.planner.options, run.recipe
     with CheckpointWriter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,15 @@ from minifloat.numerics.formats import E2M1, E4M3, E8M0
 from minifloat.numerics.granularity import GROUP_16, GROUP_32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 from minifloat.numerics.tensor import quantize_tensor
-from minifloat.quantize.rounding.fold import apply_exponents, channel_classes, choose_exponents, exponent_limits
-from minifloat.quantize.rounding.fold_loss import OutputLoss, powers_of_two, round_to_nearest
+from minifloat.quantize.rounding.folding import (
+    OutputLoss,
+    apply_exponents,
+    channel_classes,
+    choose_exponents,
+    exponent_limits,
+    powers_of_two,
+    round_to_nearest,
+)
 
 SIZES = {
     "hidden_size": 32,
@@ -116,9 +124,9 @@ def outlier_case(factor: float) -> tuple[list[Tensor], Tensor, Tensor]:
 @pytest.mark.parametrize("factor", [8.0, 32.0, 100.0])
 def test_outlier_channels_are_folded_away(name: str, factor: float) -> None:
     weights, inputs, held_out = outlier_case(factor)
-    choice = choose_exponents(weights, SCHEMES[name].weight, inputs, held_out)
+    choice = choose_exponents(weights, SCHEMES[name], inputs, held_out)
     weights, inputs, held_out = outlier_case(1.0)
-    plain = choose_exponents(weights, SCHEMES[name].weight, inputs, held_out)
+    plain = choose_exponents(weights, SCHEMES[name], inputs, held_out)
     assert choice.folds
     assert choice.loss_with < 0.7 * choice.loss_without
     assert choice.loss_with < 1.1 * plain.loss_without
@@ -129,7 +137,7 @@ def test_outlier_channels_are_folded_away(name: str, factor: float) -> None:
 def test_inputs_without_outliers_are_left_alone(name: str) -> None:
     weights, inputs, held_out = outlier_case(1.0)
     scheme = SCHEMES[name]
-    choice = choose_exponents(weights, scheme.weight, inputs, held_out, activation=scheme.activation)
+    choice = choose_exponents(weights, scheme, inputs, held_out)
     assert not choice.folds
     assert choice.alpha == 0.0
     assert choice.exponents.dtype == torch.int32
@@ -145,7 +153,7 @@ def test_inputs_without_outliers_are_left_alone(name: str) -> None:
 )
 def test_outliers_of_quantized_inputs_are_folded_away(weight: str, activation: ActivationSpec, factor: float) -> None:
     weights, inputs, held_out = outlier_case(factor)
-    choice = choose_exponents(weights, SCHEMES[weight].weight, inputs, held_out, activation=activation)
+    choice = choose_exponents(weights, replace(SCHEMES[weight], activation=activation), inputs, held_out)
     assert choice.folds
     assert choice.loss_with < 0.7 * choice.loss_without
 
@@ -160,7 +168,7 @@ def test_the_loss_by_the_gram_matrix_is_the_loss_over_tokens() -> None:
 
 def test_what_does_not_hold_on_held_out_inputs_is_not_accepted() -> None:
     weights, inputs, held_out = outlier_case(32.0)
-    choice = choose_exponents(weights, SCHEMES["mxfp4"].weight, inputs, held_out.roll(1, dims=1))
+    choice = choose_exponents(weights, SCHEMES["mxfp4"], inputs, held_out.roll(1, dims=1))
     assert not choice.folds
     assert choice.loss_with > 0.98 * choice.loss_without
 
@@ -170,7 +178,7 @@ def test_exponents_stay_within_the_limits() -> None:
     upper = torch.full((128,), 8, dtype=torch.int32)
     upper[3] = 1
     limits = (-upper.new_full((128,), 8), upper)
-    choice = choose_exponents(weights, SCHEMES["mxfp4"].weight, inputs, held_out, limits=limits)
+    choice = choose_exponents(weights, SCHEMES["mxfp4"], inputs, held_out, limits=limits)
     assert int(choice.exponents[3]) == 1
     assert int(choice.exponents[40]) > 1
 
@@ -203,7 +211,7 @@ def test_the_exponents_of_a_group_are_chosen_together() -> None:
     weight = torch.randn(32, 16, generator=generator) / scale
     inputs, held_out = (torch.randn(300, 16, generator=generator) * scale for _ in range(2))
     classes = channel_classes(site)
-    choice = choose_exponents([weight], SCHEMES["nvfp4"].weight, inputs, held_out, classes=classes)
+    choice = choose_exponents([weight], SCHEMES["nvfp4"], inputs, held_out, classes=classes)
     heads = choice.exponents.view(2, 2, 4)
     assert choice.folds
     assert torch.equal(heads[:, 0], heads[:, 1])
@@ -231,13 +239,13 @@ def test_exponents_that_would_lose_bits_are_limited_and_refused() -> None:
 
 def test_wrong_shapes_are_named() -> None:
     weights, inputs, held_out = outlier_case(1.0)
-    spec = SCHEMES["mxfp4"].weight
+    scheme = SCHEMES["mxfp4"]
     with pytest.raises(ShapeError, match="expected at least one weight"):
-        choose_exponents([], spec, inputs, held_out)
+        choose_exponents([], scheme, inputs, held_out)
     with pytest.raises(ShapeError, match="held_out"):
-        choose_exponents(weights, spec, inputs, held_out[:0])
+        choose_exponents(weights, scheme, inputs, held_out[:0])
     with pytest.raises(ShapeError, match=r"weights\[1\]"):
-        choose_exponents([weights[0], weights[1][:, :64]], spec, inputs, held_out)
+        choose_exponents([weights[0], weights[1][:, :64]], scheme, inputs, held_out)
     site, tensors = value_site()
     with pytest.raises(ShapeError, match="expected 16 exponents"):
         apply_exponents(site, tensors, torch.zeros(8, dtype=torch.int32))

@@ -16,8 +16,7 @@ from minifloat.numerics.scheme import get_scheme
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.rounding.layer import LayerRounding, output_errors
 from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.slots import SlotRows, slot_statistics
-from minifloat.quantize.rounding.statistics import Rows, Statistics
+from minifloat.quantize.rounding.statistics import ExpertRows, Rows, Statistics, filled_statistics
 
 WIDTH = 64
 
@@ -45,7 +44,7 @@ def same(inputs: Tensor) -> Rows:
 def test_codes_that_lower_the_error_on_held_out_text_are_taken() -> None:
     weight = make_weight()
     layer, inputs = layer_of({"q_proj": weight.clone()}), correlated_inputs(500, WIDTH)
-    layer.round_slot(["q_proj"], Statistics(hessian_of(inputs), tokens=500), same(correlated_inputs(99, WIDTH, 2)), {})
+    layer.round_group(["q_proj"], Statistics(hessian_of(inputs), tokens=500), same(correlated_inputs(99, WIDTH, 2)), {})
     [row] = layer.rows
     nearest = quantize_tensor(weight, get_scheme("mxfp4").weight)
     assert row["method"] == "gptq"
@@ -60,7 +59,7 @@ def test_a_weight_that_would_lose_on_held_out_text_keeps_rounding_to_nearest_and
     few = torch.randn(300, 4) @ torch.randn(4, WIDTH)  # four directions; the held-out text has all
     layer = layer_of({"q_proj": weight.clone()})
     held_out = same(torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(1)))
-    layer.round_slot(["q_proj"], Statistics(hessian_of(few), tokens=300), held_out, {"tokens": 300})
+    layer.round_group(["q_proj"], Statistics(hessian_of(few), tokens=300), held_out, {"tokens": 300})
     [row] = layer.rows
     nearest = quantize_tensor(weight, get_scheme("mxfp4").weight)
     assert row["module"] == "q_proj"
@@ -75,7 +74,7 @@ def test_too_few_held_out_rows_judge_nothing() -> None:
     few = torch.randn(300, 4) @ torch.randn(4, WIDTH)
     for held_out in (None, same(torch.randn(15, WIDTH))):
         layer = layer_of({"q_proj": make_weight()})
-        layer.round_slot(["q_proj"], Statistics(hessian_of(few), tokens=300), held_out, {})
+        layer.round_group(["q_proj"], Statistics(hessian_of(few), tokens=300), held_out, {})
         assert layer.rows[0]["method"] == "gptq"
         assert "method_error" not in layer.rows[0]
 
@@ -83,22 +82,22 @@ def test_too_few_held_out_rows_judge_nothing() -> None:
 def test_weights_of_one_group_share_the_scale_of_the_largest() -> None:
     weights = {"q_proj": make_weight(), "k_proj": (8 * make_weight(16, 1).float()).to(torch.bfloat16)}
     layer = layer_of(weights, "nvfp4", "qkv")
-    layer.round_slot(["q_proj", "k_proj"], Statistics(torch.eye(WIDTH)), None, {})
+    layer.round_group(["q_proj", "k_proj"], Statistics(torch.eye(WIDTH)), None, {})
     shared = layer.tensors["q_proj.weight_global_scale"].tobytes()
     assert layer.tensors["k_proj.weight_global_scale"].tobytes() == shared
     alone = layer_of({"q_proj": make_weight()}, "nvfp4")
-    alone.round_slot(["q_proj"], Statistics(torch.eye(WIDTH)), None, {})
+    alone.round_group(["q_proj"], Statistics(torch.eye(WIDTH)), None, {})
     assert alone.tensors["q_proj.weight_global_scale"].tobytes() != shared
 
 
 def test_the_report_names_columns_without_input_and_a_larger_damping() -> None:
     layer = layer_of({"q_proj": make_weight(), "o_proj": make_weight(), "v_proj": make_weight()})
     hessian = torch.eye(WIDTH)
-    layer.round_slot(["q_proj"], Statistics(hessian), None, {})
+    layer.round_group(["q_proj"], Statistics(hessian), None, {})
     hessian[5, 5] = 0.0
-    layer.round_slot(["o_proj"], Statistics(hessian), None, {})
+    layer.round_group(["o_proj"], Statistics(hessian), None, {})
     hessian[:2, :2] = torch.tensor([[1.0, 1.05], [1.05, 1.0]])
-    layer.round_slot(["v_proj"], Statistics(hessian), None, {})
+    layer.round_group(["v_proj"], Statistics(hessian), None, {})
     usual, dead, damped = layer.rows
     assert usual.keys().isdisjoint({"damping", "dead_columns"})
     assert dead["dead_columns"] == damped["dead_columns"] == 1
@@ -108,7 +107,7 @@ def test_the_report_names_columns_without_input_and_a_larger_damping() -> None:
 
 def test_weights_that_are_not_quantized_are_left_as_they_are() -> None:
     layer = layer_of({"q_proj": make_weight()})
-    layer.round_slot(["gate"], Statistics(torch.eye(WIDTH)), None, {})
+    layer.round_group(["gate"], Statistics(torch.eye(WIDTH)), None, {})
     assert not layer.rows
     assert not layer.tensors
 
@@ -135,19 +134,19 @@ def test_an_expert_with_few_tokens_mixes_its_hessian_with_that_of_all_experts(tm
     inputs = [correlated_inputs(count, width, seed).to(torch.bfloat16) for seed, count in enumerate(counts)]
     references = [each + 1 for each in inputs]
     with TensorFile(tmp_path / "rows") as file:
-        slots = SlotRows(file, len(counts))
+        routed = ExpertRows(file, len(counts))
         for part in (slice(0, 3), slice(3, None)):  # two sequences
             experts = torch.cat([torch.full((len(each[part]),), expert) for expert, each in enumerate(inputs)])
-            slots.keep(
+            routed.keep(
                 Rows(torch.cat([each[part] for each in inputs]), torch.cat([each[part] for each in references])),
                 experts,
             )
-        assert slots.tokens == counts
+        assert routed.tokens == counts
         for expert, (each, reference) in enumerate(zip(inputs[:2], references, strict=False)):
-            [kept] = slots.read(expert)
+            [kept] = routed.read(expert)
             assert torch.equal(kept.inputs, each)
             assert torch.equal(kept.reference, reference)
-        found = list(slot_statistics(slots, width, drift=True))
+        found = list(filled_statistics(routed, width, drift=True))
     together = hessian_of(torch.cat(inputs))
     expected = [hessian_of(inputs[0]), 0.25 * hessian_of(inputs[1]) + 0.75 * together, together]
     for (expert, statistics, facts), hessian, count in zip(found, expected, counts, strict=True):
@@ -159,5 +158,5 @@ def test_an_expert_with_few_tokens_mixes_its_hessian_with_that_of_all_experts(tm
 
 def test_experts_that_saw_no_token_at_all_get_the_hessian_of_uncorrelated_inputs(tmp_path: Path) -> None:
     with TensorFile(tmp_path / "rows") as file:
-        for _, statistics, _ in slot_statistics(SlotRows(file, 2), 8, drift=False):
+        for _, statistics, _ in filled_statistics(ExpertRows(file, 2), 8, drift=False):
             assert torch.equal(statistics.hessian, torch.eye(8))

@@ -15,11 +15,16 @@ from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL
 from minifloat.numerics.scheme import SCHEMES, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
-from minifloat.quantize.rounding.factor import DAMPING, factorize
-from minifloat.quantize.rounding.grid import Grid
-from minifloat.quantize.rounding.methods import METHODS, Inputs, get_method
-from minifloat.quantize.rounding.methods.gptq import compensate
-from minifloat.quantize.rounding.methods.match import TOKENS_PER_COLUMN, matched
+from minifloat.quantize.rounding.feedback import DAMPING, factorize
+from minifloat.quantize.rounding.methods import (
+    METHODS,
+    TOKENS_PER_COLUMN,
+    Grid,
+    SharedInput,
+    compensate,
+    get_method,
+    matched,
+)
 from minifloat.quantize.rounding.statistics import RESIDUAL_SHARE, Rows, Statistics
 
 #: Specs with shapes (N, K); K of 128x128 blocks is also no multiple of 128, N neither.
@@ -173,9 +178,9 @@ def statistics_of(rows: Rows, weight: Tensor | None = None) -> Statistics:
     return Statistics(hessian_of(rows.inputs), None, (lacking.T @ inputs / tokens).float(), tokens)
 
 
-def inputs_of(rows: Rows, held_out: Rows | None, weight: Tensor | None = None) -> Inputs:
+def inputs_of(rows: Rows, held_out: Rows | None, weight: Tensor | None = None) -> SharedInput:
     statistics = statistics_of(rows, weight)
-    return Inputs(statistics, factorize(statistics.hessian, "o_proj"), held_out)
+    return SharedInput(statistics, factorize(statistics.hessian, "o_proj"), held_out)
 
 
 def ridge_solution(inputs: Tensor, outputs: Tensor) -> Tensor:
@@ -247,10 +252,10 @@ def test_without_drift_the_target_is_the_weight_and_the_codes_are_those_of_gptq(
     grid = grid_of(weight, SCHEMES["mxfp4"].weight)
     statistics = statistics_of(rows)
     feedback = factorize(statistics.hessian, "o_proj")
-    expected = get_method("gptq").round([weight.float()], [grid], Inputs(statistics, feedback)).codes[0]
+    expected = get_method("gptq").round([weight.float()], [grid], SharedInput(statistics, feedback)).codes[0]
     for given in (statistics, replace(statistics, drift=None)):
-        assert torch.equal(matched(weight.float(), Inputs(given, feedback, rows))[0], weight.float())
-        found = get_method("match").round([weight.float()], [grid], Inputs(given, feedback, rows))
+        assert torch.equal(matched(weight.float(), SharedInput(given, feedback, rows))[0], weight.float())
+        found = get_method("match").round([weight.float()], [grid], SharedInput(given, feedback, rows))
         assert torch.equal(found.codes[0], expected)
 
 

@@ -22,8 +22,8 @@ from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.rounding.collect import collect_hessians
 from minifloat.quantize.rounding.methods import get_method
 from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.run import round_saved
 from minifloat.quantize.rounding.saved import SavedHessians, pack_symmetric, unpack_symmetric
-from minifloat.quantize.rounding.saved_run import round_saved
 
 KEPT, HELD_OUT = make_text(10), make_text(3, seed=1)
 

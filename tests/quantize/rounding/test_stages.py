@@ -72,8 +72,8 @@ def test_stages_are_found_in_the_order_of_execution_with_the_streams_they_add_to
         assert stage.residual.path == (f"{prefix}.{norm}" if norm else ""), names
         assert stage.residual.factor == pytest.approx(factor, rel=2e-3), names
     observed = {name for site in sites.linears for name in site.names}
-    observed |= {name for site in sites.experts for slot in (*site.inner, *site.outer) for name in slot}
-    assert sorted(name for stage in stages for slot in stage.slots for name in slot) == sorted(observed)
+    observed |= {name for site in sites.experts for expert in (*site.inner, *site.outer) for name in expert}
+    assert sorted(name for stage in stages for expert in stage.experts for name in expert) == sorted(observed)
 
 
 def test_the_experts_of_a_layer_are_the_slots_of_two_stages(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_experts_of_a_layer_are_the_slots_of_two_stages(tmp_path: Path) -> N
     assert (shared_inner.width, shared_outer.width, inner.width, outer.width) == (64, 48, 64, 32)
     mlp = "model.layers.0.mlp"
     assert inner.path == outer.path == f"{mlp}.experts"
-    assert inner.slots == tuple(
+    assert inner.experts == tuple(
         (f"{mlp}.experts.{expert}.gate_proj", f"{mlp}.experts.{expert}.up_proj") for expert in range(4)
     )
-    assert outer.slots == tuple((f"{mlp}.experts.{expert}.down_proj",) for expert in range(4))
+    assert outer.experts == tuple((f"{mlp}.experts.{expert}.down_proj",) for expert in range(4))

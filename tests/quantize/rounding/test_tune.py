@@ -26,15 +26,12 @@ from minifloat.numerics.scheme import get_scheme
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.rounding import tuning
 from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.options import RoundingOptions, TuneOptions
 from minifloat.quantize.rounding.run import round_checkpoint
-from minifloat.quantize.rounding.tune import cost
-from minifloat.quantize.rounding.tune.cost import tune_cost
-from minifloat.quantize.rounding.tune.latent import LatentWeight, cells
-from minifloat.quantize.rounding.tune.options import TuneOptions
-from minifloat.quantize.rounding.tune.run import tune
-from minifloat.quantize.rounding.tune.student import Student
+from minifloat.quantize.rounding.student import LatentWeight, Student, cells
+from minifloat.quantize.rounding.tuning import tune, tune_cost
 
 CPU = torch.device("cpu")
 
@@ -123,8 +120,8 @@ def test_the_divergence_falls_and_only_codes_and_norms_change(llama: Path, tmp_p
         assert tuning["after"] < 0.9 * tuning["before"]
         assert tuning["best_step"] > 0
         assert result.record["held_out"]["method"] == tuning["after"]
-        assert set(result.tensors) == codes_of(plan) | set(start.norms)
-        codes = {name for name in codes_of(plan) if result.tensors[name].tobytes() != rounded.read(name).tobytes()}
+        assert set(result.arrays) == codes_of(plan) | set(start.norms)
+        codes = {name for name in codes_of(plan) if result.arrays[name][2].tobytes() != rounded.read(name).tobytes()}
         assert len(codes) > len(codes_of(plan)) / 2
         assert 0 < tuning["changed"] < 0.2
         assert all(row["changed"] > 0 for row in result.record["weights"])
@@ -216,7 +213,7 @@ def test_the_student_of_a_folded_model_starts_at_the_divergence_of_the_rounded_m
 def test_too_little_memory_is_refused_before_anything_runs(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost, "available_memory", lambda _: 1_000_000)
+    monkeypatch.setattr(tuning, "available_memory", lambda _: 1_000_000)
     with Checkpoint.open(llama) as checkpoint:
         plan = make_plan(checkpoint, get_scheme("mxfp4"), get_writer(compressed_tensors.NAME))
         needed = tune_cost(checkpoint, plan, torch.bfloat16, max(map(len, KEPT.sequences + HELD_OUT.sequences)))

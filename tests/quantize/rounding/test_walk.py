@@ -152,7 +152,9 @@ def test_one_and_two_threads_give_the_same_codes(tmp_path: Path, model_type: str
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(round_model(folder, tmp_path / "work", KEPT, HELD_OUT, "nvfp4", method, fold=True))
+            results.append(
+                round_model(folder, tmp_path / "work", make_text(6), make_text(2), "nvfp4", method, fold=True)
+            )
     finally:
         torch.set_num_threads(before)
     assert results[0].tensors == results[1].tensors

@@ -7,7 +7,7 @@ BF16 or float32 keeps its value, and the model's logits keep their bits.
 
 `fold_sites` lists these places by the tensors' names. It is strict: the row of the model's family must have `folds`,
 for which the tests compare logits bit for bit, and every tensor of the layer must have a known name, so that no reader
-of a scaled input is missed. `minifloat.quantize.rounding.fold` chooses and applies the scales.
+of a scaled input is missed. `minifloat.quantize.rounding.folding` chooses and applies the scales.
 
 Left out: norms that multiply by ``1 + w`` (Gemma), because ``(1 + w) / s - 1`` is not exact in BF16; norms after the
 attention or MLP (OLMo 2), whose output goes to the residual stream; and multi-head latent attention (DeepSeek).

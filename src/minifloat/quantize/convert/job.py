@@ -11,12 +11,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
+from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
@@ -35,18 +38,17 @@ from minifloat.checkpoint.rewrite import (
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.deploy.check.deployment import Reports, engine_verdicts
 from minifloat.deploy.check.document import MODEL
-from minifloat.errors import UsageError
+from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
+from minifloat.model.layouts.values import widen
 from minifloat.quantize.convert.dequantize_plan import make_dequantize_plan
 from minifloat.quantize.convert.document import model_card
-from minifloat.quantize.convert.engines import check_output, warnings_of
-from minifloat.quantize.convert.layout_plan import make_layout_plan
-from minifloat.quantize.convert.plan import Change, Conversion, ConvertPlan
+from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
+from minifloat.quantize.convert.plan import Change, Conversion, ConvertPlan, check_output, warnings_of
 from minifloat.quantize.convert.report import TENSOR_ROW, ConvertedTensor, ConvertReport
-from minifloat.quantize.convert.stream import run_conversion
 from minifloat.quantize.options import ConvertOptions
 from minifloat.quantize.provenance import provenance
-from minifloat.quantize.stream import copy_digest
+from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded
 
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
@@ -86,54 +88,69 @@ def convert_checkpoint(
     """
     options = options or ConvertOptions()
     started = time.perf_counter()
-    if (layout is None) != options.dequantize:
-        raise UsageError("give either a layout to convert to, or dequantize")
-    if options.dtype is not None and not options.dequantize:
-        raise UsageError("dtype needs dequantize: codes and scales keep their formats")
-    threads = processors.workers(options.workers)
+    _check(layout, options)
     with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
-        if layout is None:
-            plan = make_dequantize_plan(checkpoint, options.dtype)
-        else:
-            plan = make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
+        plan = _plan(checkpoint, layout, options)
         engines = check_output(checkpoint, plan, MODEL)
-        verdicts = engine_verdicts(engines)
-        warnings = tuple(warnings_of(verdicts))
+        warnings = tuple(warnings_of(engine_verdicts(engines)))
         if announce is not None:
             for warning in warnings:
                 announce(warning)
-        facts = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
         with CheckpointWriter(
             destination,
-            fingerprint=fingerprint(checkpoint, facts),
+            fingerprint=fingerprint(checkpoint, plan.facts()),
             total_bytes=plan.output_bytes,
             overwrite=options.overwrite,
             check_record=record_check(TENSOR_ROW),
         ) as writer:
-            with worker_pool(threads, writer) as pool:
+            with worker_pool(processors.workers(options.workers), writer) as pool:
                 metadata = {"format": "pt", "minifloat": __version__}
                 job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), metadata, progress)
                 tensors = _in_order_of_source(checkpoint, job.run())
-            report = ConvertReport(
+            report = replace(
+                _report(checkpoint, plan, tensors, (*warnings, *restart_notes(writer))),
                 source=str(source),
                 destination=str(destination),
-                source_layout=plan.source_layout,
-                layout=layout,
-                dtype=plan.dtype,
-                provenance=provenance(
-                    checkpoint, "convert", _command_options(plan), tensors, source_layout=plan.source_layout
-                ),
-                tensors=tensors,
-                rounding=plan.rounding,
-                engines=verdicts,
-                notes=(*plan.notes, *warnings, *restart_notes(writer)),
+                engines=engine_verdicts(engines),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
             _write_small_files(checkpoint, plan, writer, report, engines)
             writer.commit()
     return report
+
+
+def _check(layout: str | None, options: ConvertOptions) -> None:
+    if (layout is None) != options.dequantize:
+        raise UsageError("give either a layout to convert to, or dequantize")
+    if options.dtype is not None and not options.dequantize:
+        raise UsageError("dtype needs dequantize: codes and scales keep their formats")
+    processors.workers(options.workers)
+
+
+def _plan(checkpoint: Checkpoint, layout: str | None, options: ConvertOptions) -> ConvertPlan:
+    if layout is None:
+        return make_dequantize_plan(checkpoint, options.dtype)
+    return make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
+
+
+def _report(
+    checkpoint: Checkpoint, plan: ConvertPlan, tensors: tuple[ConvertedTensor, ...], notes: Sequence[str]
+) -> ConvertReport:
+    """Return what is known of a conversion without the run that made it."""
+    options, layout = _command_options(plan), plan.source_layout
+    return ConvertReport(
+        source="",
+        destination="",
+        source_layout=layout,
+        layout=None if plan.layout is None else plan.layout.name,
+        dtype=plan.dtype,
+        provenance=provenance(checkpoint, "convert", options, tensors, source_layout=layout),
+        tensors=tensors,
+        rounding=plan.rounding,
+        notes=(*plan.notes, *notes),
+    )
 
 
 def _command_options(plan: ConvertPlan) -> str:
@@ -170,7 +187,6 @@ class ConvertJob(RewriteJob[Conversion]):
         return item.sources
 
     def outputs(self, item: Conversion) -> Sequence[OutputTensor]:
-        """Return the output tensor, if there is one."""
         return _outputs([item])
 
     def digests(self, item: Conversion) -> dict[str, Future[str]]:
@@ -205,3 +221,37 @@ class ConvertJob(RewriteJob[Conversion]):
 
 def _outputs(conversions: Sequence[Conversion]) -> list[OutputTensor]:
     return [conversion.output for conversion in conversions if conversion.output is not None]
+
+
+def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None) -> list[str]:
+    """Write the output of a conversion."""
+    info = conversion.sources[0]
+    if shard is None or conversion.output is None:
+        return [copy_digest(checkpoint, source) for source in conversion.sources]
+    if conversion.change is Change.KEEP:
+        return [copy_tensor(checkpoint, info, shard)]
+    if conversion.change is Change.DECODE:
+        digests = [copy_digest(checkpoint, source) for source in conversion.sources]
+        write_decoded(checkpoint, conversion.matrices, conversion.output, shard, transposed=conversion.transposed)
+        return digests
+    if conversion.change is Change.INVERT:
+        shard.write(conversion.output.name, reciprocal(checkpoint, info).value.reshape(1))
+        return [copy_digest(checkpoint, info)]
+    return [_move(checkpoint, info, conversion.output.name, shard, widened=conversion.change is Change.WIDEN)]
+
+
+def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWriter, *, widened: bool) -> str:
+    """Write the bytes of a tensor under another name, as float32 where `widened`; return the digest of the source."""
+    hasher, end = new_hasher(), 0
+    for _, chunk in chunks(checkpoint, info):
+        hasher.update(chunk)
+        data = chunk
+        if widened:
+            floats = widen(chunk, info.dtype)
+            nonfinite = np.count_nonzero(~np.isfinite(floats))
+            if nonfinite:
+                raise NonFiniteError(info.name, f"{nonfinite} scales are NaN or Inf; the checkpoint is damaged")
+            data = floats.view(np.uint8)
+        shard.write(name, data, end)
+        end += data.nbytes
+    return name_digest(hasher)

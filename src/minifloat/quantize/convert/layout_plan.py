@@ -6,9 +6,12 @@ The only bytes that are read are the float32 global scales of NVFP4: one layout 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from minifloat.checkpoint import Checkpoint, OutputTensor
-from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
+import numpy as np
+
+from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.errors import ConversionError, NonFiniteError, ShapeError, UsageError, lookup
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
@@ -16,6 +19,7 @@ from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.inspection import format_name
 from minifloat.model.layouts.refusal import refuse_kv
 from minifloat.model.layouts.stored import SCALE_FORMATS, kv_scale_of
+from minifloat.model.layouts.values import widen
 from minifloat.model.plan.quantization import kept_linears
 from minifloat.model.runtime.engine_names import engine_names
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
@@ -29,7 +33,28 @@ from minifloat.quantize.convert.plan import (
     with_copies,
 )
 from minifloat.quantize.convert.report import Rounding
-from minifloat.quantize.convert.values import reciprocal
+
+
+class Reciprocal(NamedTuple):
+    """The float32 nearest to a reciprocal, and its error."""
+
+    value: np.float32
+    change: float
+
+
+def reciprocal(checkpoint: Checkpoint, info: TensorInfo) -> Reciprocal:
+    """Return the reciprocal of a stored scalar."""
+    value = widen(checkpoint.read(info.name), info.dtype)[0]
+    if not np.isfinite(value):
+        raise NonFiniteError(info.name, f"the scale is {value}")
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1.0) / value
+    if not np.isfinite(inverse) or abs(inverse) < np.finfo(np.float32).tiny:
+        raise ConversionError(f"{info.name}: the scale {value} has no reciprocal in float32")
+    return Reciprocal(
+        inverse, abs(float(value) * float(inverse) - 1.0)
+    )  # the product of two float32 is exact in float64
+
 
 _ONE = 1
 

@@ -1,4 +1,4 @@
-"""`ConvertPlan`: the output of every tensor in a conversion.
+"""`ConvertPlan`: the output of every tensor in a conversion, and what engines make of it.
 
 A plan is made from headers and config. Everything that prevents the conversion is an error while the plan is made,
 before anything is written.
@@ -7,11 +7,14 @@ before anything is written.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.deploy.check.deployment import EngineVerdict, Reports, check_everywhere, others_that_load, short_name
+from minifloat.deploy.check.subject import Subject
 from minifloat.errors import ConversionError, UsageError
 from minifloat.model.layouts import Description, StoredWeight, WriteLayout, describe
 from minifloat.model.layouts.refusal import refuse_unknown_quantization
@@ -70,6 +73,11 @@ class ConvertPlan:
         """Bytes of all output tensors, headers not counted."""
         return sum(conversion.output.nbytes for conversion in self.conversions if conversion.output is not None)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what determines the output besides the source, as JSON values."""
+        layout = None if self.layout is None else self.layout.name
+        return {"convert": layout, "dtype": self.dtype, "rounding": asdict(self.rounding)}
+
     def by_shard(self) -> Iterator[tuple[str, list[Conversion]]]:
         """Yield each source shard with its conversions, in order; the output has the same shards."""
         shards: dict[str, list[Conversion]] = {}
@@ -109,3 +117,36 @@ def require_tensor(checkpoint: Checkpoint, name: str) -> TensorInfo:
         return checkpoint.tensors[name]
     except KeyError:
         raise ConversionError(f"{name} is missing: the weight cannot be decoded without it") from None
+
+
+class PlannedCheckpoint(Checkpoint):
+    """The config and the headers of a checkpoint that a plan writes; its tensors cannot be read."""
+
+    def __init__(self, source: Checkpoint, plan: ConvertPlan) -> None:
+        self.path, self.shards, self.metadata = source.path, source.shards, source.metadata
+        self.ignored_files = ()
+        self.config = plan.config
+        self.quantization_config = plan.config.get("quantization_config")
+        outputs = ((conversion.sources[0].shard, conversion.output) for conversion in plan.conversions)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
+            {
+                output.name: TensorInfo(output.name, output.dtype, output.shape, shard, 0, output.nbytes)
+                for shard, output in outputs
+                if output is not None
+            }
+        )
+
+
+def check_output(source: Checkpoint, plan: ConvertPlan, model: str) -> Reports:
+    """Return the report of every engine on every machine on the output of a plan."""
+    return check_everywhere(Subject.of_checkpoint(PlannedCheckpoint(source, plan)), model)
+
+
+def warnings_of(verdicts: tuple[EngineVerdict, ...]) -> Iterator[str]:
+    """Yield a sentence for each engine that would answer wrongly, and one if only minifloat loads the output."""
+    for verdict in verdicts:
+        if verdict.wrong:
+            cure = f"; {verdict.cure}" if verdict.cure else ""
+            yield f"{short_name(verdict.engine)} loads the output and answers wrongly: {verdict.problem}{cure}."
+    if not others_that_load(verdicts):
+        yield "No engine but minifloat is known to load the output."

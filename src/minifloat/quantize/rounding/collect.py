@@ -30,8 +30,8 @@ from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError, UsageError
 from minifloat.quantize.own_text import prepare_texts
-from minifloat.quantize.rounding.fold_sample import FoldSample
-from minifloat.quantize.rounding.inputs import largest_inputs
+from minifloat.quantize.rounding.input_quantizer import largest_inputs
+from minifloat.quantize.rounding.layer_fold import FoldSample
 from minifloat.quantize.rounding.saved import (
     HESSIANS_FORMAT,
     SavedHessians,
@@ -40,10 +40,17 @@ from minifloat.quantize.rounding.saved import (
     layer_path,
     pack_symmetric,
 )
-from minifloat.quantize.rounding.slots import SlotRows, own_statistics
+from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, pair
 from minifloat.quantize.rounding.stages import Stage, find_stages
-from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, Rows, Sample, Statistics
-from minifloat.quantize.rounding.taps import LayerTaps, Reading, StoredReadings, pair
+from minifloat.quantize.rounding.statistics import (
+    HELD_OUT_ROWS,
+    Accumulator,
+    ExpertRows,
+    Rows,
+    Sample,
+    Statistics,
+    own_statistics,
+)
 
 #: Fewer tokens than this per input channel determine a Hessian badly.
 TOKENS_PER_CHANNEL = 4
@@ -162,7 +169,6 @@ def _take_back(folder: Path, work: Path) -> None:
 
 
 def _move_layers(work: LayerWork, folder: Path, layers: int) -> None:
-    """Move the files of finished layers into the folder."""
     with storage_errors(folder, "create it"):
         folder.mkdir(exist_ok=True)
     for index in range(layers):
@@ -185,73 +191,75 @@ class _Collection:
     def run_layer(self, layer: OpenLayer) -> ArrayContent:
         """Run one layer, write the hidden states behind it, and return what is stored of it."""
         model, places = self.walk.stack.model, self.walk.places[ORIGINAL]
-        readings = StoredReadings(layer.scratch("reference"))
+        stage_inputs = StoredStageInputs(layer.scratch("reference"))
         stages = find_stages(model, layer.path, layer.module, layer.sites, layer.call(0), layer.hidden(places[0]))
-        taps = LayerTaps(model, layer.module, stages)
+        reader = StageReader(model, layer.module, stages)
         for number, place in places.items():
-            output, found = taps.read_all(layer.call(number), layer.hidden(place))
+            output, found = reader.read_all(layer.call(number), layer.hidden(place))
             layer.write(place, output)
-            readings.keep(number, found)
+            stage_inputs.keep(number, found)
             self._report(layer.index, number)
-        return self._store(stages, readings, layer.scratch("rows"))
+        return self._store(stages, stage_inputs, layer.scratch("rows"))
 
-    def _store(self, stages: Sequence[Stage], readings: StoredReadings, rows: TensorFile) -> ArrayContent:
+    def _store(self, stages: Sequence[Stage], stage_inputs: StoredStageInputs, rows: TensorFile) -> ArrayContent:
         """Return what is stored of a layer."""
         tensors: dict[str, Tensor] = {}
         all_tokens: list[list[int]] = []
-        sample = FoldSample(readings, stages, self.first_held_out, len(self.sequences))
+        sample = FoldSample(stage_inputs, stages, self.first_held_out, len(self.sequences))
         for number, stage in enumerate(stages):
-            samples = [Sample(HELD_OUT_ROWS, self.held_out) for _ in stage.slots]
+            samples = [Sample(HELD_OUT_ROWS, self.held_out) for _ in stage.experts]
             all_tokens.append([])
-            for slot, own in self._moments(number, stage, readings, rows, samples):
-                tensors[f"hessian.{number}.{slot}"] = pack_symmetric(own.hessian)
+            for expert, own in self._moments(number, stage, stage_inputs, rows, samples):
+                tensors[f"hessian.{number}.{expert}"] = pack_symmetric(own.hessian)
                 all_tokens[-1].append(own.tokens)
-            for slot, kept in enumerate(samples):
+            for expert, kept in enumerate(samples):
                 if (held_out := kept.rows()) is not None:
-                    tensors[f"held_out.{number}.{slot}"] = _compact(held_out.inputs, self.walk.stack.model.dtype)
-            for slot in range(len(stage.slots)) if stage.outer else [0]:
+                    tensors[f"held_out.{number}.{expert}"] = _compact(held_out.inputs, self.walk.stack.model.dtype)
+            for expert in range(len(stage.experts)) if stage.outer else [0]:
                 for part in (False, True):
-                    if (chosen := sample(number, slot, part)) is not None:
-                        tensors[fold_sample_name(number, slot, part)] = _compact(chosen, self.walk.stack.model.dtype)
-            tensors |= self._largest(number, stage, readings)
+                    if (chosen := sample(number, expert, part)) is not None:
+                        tensors[fold_sample_name(number, expert, part)] = _compact(chosen, self.walk.stack.model.dtype)
+            tensors |= self._largest(number, stage, stage_inputs)
         return layer_hessians(stages, all_tokens, tensors)
 
     def _moments(
-        self, number: int, stage: Stage, readings: StoredReadings, file: TensorFile, samples: Sequence[Sample]
+        self, number: int, stage: Stage, stage_inputs: StoredStageInputs, file: TensorFile, samples: Sequence[Sample]
     ) -> Iterator[tuple[int, Statistics]]:
-        """Yield the statistics of each slot of a stage, and fill the held-out samples."""
+        """Yield the statistics of each expert of a stage, and fill the held-out samples."""
         if stage.outer is None:
             accumulator = Accumulator(stage.width)
-            for sequence, rows, _ in self._rows(number, stage, readings):
+            for sequence, rows, _ in self._rows(number, stage, stage_inputs):
                 (samples[0] if sequence >= self.first_held_out else accumulator).add(rows)
             yield 0, accumulator.finish()
             return
-        slots = SlotRows(file, len(stage.slots))
-        for sequence, rows, experts in self._rows(number, stage, readings):
+        routed = ExpertRows(file, len(stage.experts))
+        for sequence, rows, experts in self._rows(number, stage, stage_inputs):
             assert experts is not None
             if sequence < self.first_held_out:
-                slots.keep(rows, experts)
+                routed.keep(rows, experts)
                 continue
             for expert in torch.unique(experts).tolist():
                 samples[expert].add(rows.pick(experts == expert))
-        yield from own_statistics(slots, stage.width, drift=False)
+        yield from own_statistics(routed, stage.width, drift=False)
 
-    def _rows(self, number: int, stage: Stage, readings: StoredReadings) -> Iterator[tuple[int, Rows, Tensor | None]]:
+    def _rows(
+        self, number: int, stage: Stage, stage_inputs: StoredStageInputs
+    ) -> Iterator[tuple[int, Rows, Tensor | None]]:
         """Yield the inputs of a stage for each sequence, and the expert of each row."""
         for sequence in range(len(self.sequences)):
-            reading = original = readings.read(sequence, number)
+            stage_input = original = stage_inputs.read(sequence, number)
             if stage.outer is False:
-                routing = readings.read(sequence, number + 1)  # of the down projections: the same rows
-                reading = Reading(original.inputs[routing.tokens], routing.slots, routing.tokens)
-            yield sequence, *pair(original, reading, stage, sequence)
+                routing = stage_inputs.read(sequence, number + 1)  # of the down projections: the same rows
+                stage_input = StageInputs(original.inputs[routing.tokens], routing.experts, routing.tokens)
+            yield sequence, *pair(original, stage_input, stage, sequence)
 
-    def _largest(self, number: int, stage: Stage, readings: StoredReadings) -> dict[str, Tensor]:
-        """Return the largest input of each channel of each slot in the text that is not held out."""
+    def _largest(self, number: int, stage: Stage, stage_inputs: StoredStageInputs) -> dict[str, Tensor]:
+        """Return the largest input of each channel of each expert in the text that is not held out."""
         tensors: dict[str, Tensor] = {}
         for sequence in range(self.first_held_out):
-            routing = readings.read(sequence, number + 1) if stage.outer is False else None
-            for slot, largest, _ in largest_inputs(readings.read(sequence, number), routing):
-                name = f"amax.{number}.{slot}"
+            routing = stage_inputs.read(sequence, number + 1) if stage.outer is False else None
+            for expert, largest, _ in largest_inputs(stage_inputs.read(sequence, number), routing):
+                name = f"amax.{number}.{expert}"
                 tensors[name] = torch.maximum(tensors[name], largest) if name in tensors else largest
         return tensors
 

@@ -1,23 +1,28 @@
-"""`LayerRounding`: choose the codes of the weights of one layer, and put them into the running model."""
+"""Chooses the codes of the weights of one layer, and puts them into the running model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minifloat.calibration.layerwise.layer_stack import LayerStack
+from minifloat.checkpoint import TensorInfo
+from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.errors import NonFiniteError
-from minifloat.model.plan.tensor_plan import Part
+from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.scheme import Scheme, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.factor import DAMPING, Feedback, factorize, times
-from minifloat.quantize.rounding.grid import Grid, error_of
-from minifloat.quantize.rounding.methods import Inputs, Method
-from minifloat.quantize.rounding.rounded_model import Bytes
+from minifloat.quantize.rounding.feedback import DAMPING, Feedback, factorize, times
+from minifloat.quantize.rounding.layer_fold import LayerFold, SampleInputs, layer_tensors, part_view
+from minifloat.quantize.rounding.methods import Grid, Method, SharedInput, error_of
+from minifloat.quantize.rounding.rounded_model import Bytes, layer_content
+from minifloat.quantize.rounding.stages import Stage
 from minifloat.quantize.rounding.statistics import Rows, Statistics
 
 #: Fewer held-out rows than this say too little to prefer rounding to nearest.
@@ -57,7 +62,7 @@ class LayerRounding:
         for module, part in self.parts.items():
             self.weights[module].copy_(self._grid(module, part).nearest.dequantize())
 
-    def round_slot(
+    def round_group(
         self, modules: Sequence[str], statistics: Statistics, held_out: Rows | None, facts: Mapping[str, Any]
     ) -> None:
         """Round the weights that share an input."""
@@ -68,7 +73,7 @@ class LayerRounding:
         if not by_spec:
             return
         feedback = factorize(statistics.hessian, modules[0]) if self.method.needs_data else None
-        inputs = Inputs(statistics, feedback, held_out)
+        inputs = SharedInput(statistics, feedback, held_out)
         facts = {**facts, **({} if feedback is None else _unusual(feedback))}
         for members in by_spec.values():
             grids = [self._grid(module, self.parts[module]) for module in members]
@@ -145,6 +150,64 @@ def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_ou
 
 
 def tensor_bytes(tensor: Tensor) -> Bytes:
-    """Return the bytes of a tensor on the CPU."""
     data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(data)
+
+
+@dataclass(frozen=True)
+class PlannedWeights:
+    """The weights of a plan that are rounded with data, one layer after the other.
+
+    Attributes:
+        config: That of the model.
+        method: Chooses the codes.
+        folds: Whether scales of input channels are folded.
+    """
+
+    plan: QuantizationPlan
+    config: Mapping[str, Any]
+    method: Method
+    folds: bool
+
+    @cached_property
+    def infos(self) -> dict[str, TensorInfo]:
+        """The tensors of the source by name."""
+        return {tensor.source.name: tensor.source for tensor in self.plan.tensors}
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[str, Part]]:
+        """Module -> its source tensor, and its part of that."""
+        return {part.module: (tensor.source.name, part) for tensor in self.plan.tensors for part in tensor.parts}
+
+    def views(self, stack: LayerStack, index: int) -> dict[str, Tensor]:
+        """Return the tensors of a layer in the model, by name in the checkpoint."""
+        return layer_tensors(stack.model, stack.weights.assignments(index), self.infos)
+
+    def rounding(
+        self, views: Mapping[str, Tensor], stages: Sequence[Stage], compared: Sequence[Scheme] = ()
+    ) -> LayerRounding:
+        modules = {module for stage in stages for expert in stage.experts for module in expert}
+        chosen, weights = {}, {}
+        for module in sorted(modules & self.parts.keys()):
+            source, part = self.parts[module]
+            if source in views:
+                chosen[module], weights[module] = part, part_view(views[source], part)
+        return LayerRounding(self.method, chosen, weights, compared)
+
+    def fold(self, index: int, views: Mapping[str, Tensor], stages: Sequence[Stage], sample: SampleInputs) -> LayerFold:
+        """Fold scales in a layer, if the options say so, and return what was folded."""
+        marker = f".{index}."
+        name = next(iter(views), "")
+        prefix = name[: name.index(marker)] + marker[:-1] if marker in name else ""
+        fold = LayerFold(prefix, self.infos, self.config, stages, self.parts, views)
+        if self.folds and prefix:
+            fold.run(sample)
+        return fold
+
+    def result(self, rounding: LayerRounding, fold: LayerFold, **record: Any) -> ArrayContent:
+        """Return the tensors of a layer that rounding and folds changed, by name in the output, and the record."""
+        quantized = {source for source, _ in self.parts.values()}
+        tensors = dict(rounding.tensors)
+        tensors |= {name: tensor_bytes(fold.views[name]) for name in sorted(fold.changed) if name not in quantized}
+        tensors |= {name: tensor_bytes(tensor) for name, tensor in fold.exponents.items()}
+        return layer_content(tensors, {"weights": rounding.rows, "folds": fold.records, **record})

@@ -1,35 +1,149 @@
 """Folds scales in one layer: asks for exponents at each site of the layer and changes the layer's tensors.
 
-The inputs are those of the original model. After the fold, the inputs of the stages behind a changed producer are
-smaller by the same powers of two; `LayerFold.scaled` says by how much.
+Tensors of the checkpoint are views of the parameters of a transformers model, so that a change of one changes the
+model. The inputs are those of the original model. After the folds, the inputs of the stages behind a changed producer
+are smaller by the same powers of two; `LayerFold.scaled` says by how much. The exponents are entries of the layer's
+file that no output has, int8 ``[K]`` for each site, so that a later step can fold the original weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat.checkpoint import TensorInfo
 from minifloat.model.architecture.folding import FoldPart, FoldSite, fold_sites, why_not_fold
 from minifloat.model.plan.tensor_plan import Part
+from minifloat.model.runtime.names import Assignment
 from minifloat.model.runtime.tensors import TORCH_DTYPES
-from minifloat.quantize.rounding.fold import apply_exponents, channel_classes, choose_exponents, exponent_limits
-from minifloat.quantize.rounding.fold_loss import powers_of_two
-from minifloat.quantize.rounding.fold_record import exponents_name
-from minifloat.quantize.rounding.layer_tensors import part_view
+from minifloat.quantize.rounding.folding import (
+    apply_exponents,
+    channel_classes,
+    choose_exponents,
+    exponent_limits,
+    powers_of_two,
+)
+from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.stage_inputs import StageInputs, StoredStageInputs
 from minifloat.quantize.rounding.stages import Stage
-from minifloat.quantize.rounding.taps import Reading
+
+
+def layer_tensors(
+    model: nn.Module, assignments: Iterable[Assignment], infos: Mapping[str, TensorInfo]
+) -> dict[str, Tensor]:
+    """Return the views of a layer's tensors by name in the checkpoint."""
+    views: dict[str, Tensor] = {}
+    for assignment in assignments:
+        views |= assignment_views(assignment, parameter_of(model, assignment).data, infos)
+    return views
+
+
+def parameter_of(model: nn.Module, assignment: Assignment) -> Tensor:
+    """Return the parameter or buffer that an assignment fills."""
+    owner_path, _, leaf = assignment.target.rpartition(".")
+    parameter: Tensor = getattr(model.get_submodule(owner_path), leaf)
+    return parameter
+
+
+def assignment_views(assignment: Assignment, parameter: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return the views of a parameter, or of a tensor of its shape, by name in the checkpoint."""
+    if assignment.converter is None:
+        return {assignment.sources[0]: parameter}
+    views: dict[str, Tensor] = {}
+    for expert, sources in enumerate(assignment.expert_parts() or ()):
+        matrix, first = parameter[expert], 0
+        rows = sum(infos[source].shape[0] for source in sources)
+        matrix = matrix if matrix.shape[0] == rows else matrix.T
+        for source in sources:
+            stop = first + infos[source].shape[0]
+            views[source], first = matrix[first:stop], stop
+    return views
+
+
+def part_view(tensor: Tensor, part: Part) -> Tensor:
+    """Return the weight ``[N, K]`` of a part, as a view of its source tensor."""
+    if tensor.ndim > 2:
+        tensor = tensor[part.matrix].T if part.transposed else tensor[part.matrix]
+    return tensor[part.first_row : part.first_row + part.shape[0]]
+
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def exponents_name(site: FoldSite) -> str:
+    first = site.producers[0]
+    return f"fold exponents of {first.tensor}{'' if first.expert is None else f' {first.expert}'}"
+
+
+def folded_weights(
+    config: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    rounded: RoundedModel,
+    originals: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    folded: dict[str, Tensor] = {}
+    prefixes = dict.fromkeys(match[1] for name in infos if (match := _LAYER.match(name)))
+    for prefix in prefixes:
+        for site in fold_sites(prefix, infos, config):
+            if (name := exponents_name(site)) in rounded:
+                exponents = torch.from_numpy(rounded.read(name)).view(torch.int8).to(torch.int32)
+                tensors = {tensor: folded.get(tensor, originals[tensor]).cpu() for tensor in site.tensors}
+                folded |= apply_exponents(site, tensors, exponents)
+    return folded
+
+
+#: Rows of a sample of calibration text and of held-out text.
+_ROWS = {False: 1024, True: 512}
+#: Sequences that the rows are spread over.
+_SEQUENCES = 32
+
+
+class FoldSample:
+    """Returns sampled inputs of a stage and expert, as `minifloat.quantize.rounding.layer_fold.SampleInputs`."""
+
+    def __init__(
+        self, stage_inputs: StoredStageInputs, stages: Sequence[Stage], first_held_out: int, sequences: int
+    ) -> None:
+        self._readings, self._stages = stage_inputs, stages
+        self._numbers = {False: range(first_held_out), True: range(first_held_out, sequences)}
+        self._by_expert: dict[tuple[int, bool], dict[int, Tensor]] = {}
+
+    def __call__(self, number: int, expert: int, held_out: bool) -> Tensor | None:
+        """Return rows ``[T, K]`` of the inputs; None if no token reached the expert."""
+        if (number, held_out) not in self._by_expert:
+            self._by_expert = {(number, held_out): self._read(number, held_out)} | {
+                key: rows for key, rows in self._by_expert.items() if key[0] == number
+            }
+        return self._by_expert[number, held_out].get(expert if self._stages[number].outer else 0)
+
+    def _read(self, number: int, held_out: bool) -> dict[int, Tensor]:
+        """Return sampled rows of a stage by expert; of a stage whose experts share their input under expert 0."""
+        numbers = self._numbers[held_out]
+        chosen = numbers[:: max(len(numbers) // _SEQUENCES, 1)]
+        per_sequence = -(-_ROWS[held_out] // max(len(chosen), 1))
+        rows: dict[int, list[Tensor]] = {}
+        for sequence in chosen:
+            stage_input = self._readings.read(sequence, number)
+            if stage_input.experts is None:
+                step = max(len(stage_input.inputs) // per_sequence, 1)
+                rows.setdefault(0, []).append(stage_input.inputs[::step])
+                continue
+            for expert in torch.unique(stage_input.experts).tolist():
+                rows.setdefault(expert, []).append(stage_input.inputs[stage_input.experts == expert])
+        return {expert: torch.cat(parts)[: _ROWS[held_out]].float() for expert, parts in rows.items()}
+
 
 #: Experts whose weights judge the fold of the norm that they all read.
 _MOST_EXPERTS = 8
 #: Fewer sampled inputs than this say too little about the input channels of an expert.
 _FEWEST_ROWS = 32
 
-#: Returns sampled inputs of a stage (by number) and slot, from calibration text (False) or held-out text (True).
+#: Returns sampled inputs of a stage (by number) and expert, from calibration text (False) or held-out text (True).
 SampleInputs = Callable[[int, int, bool], Tensor | None]
 
 
@@ -53,10 +167,10 @@ class LayerFold:
 
     def __post_init__(self) -> None:
         self._exponents: dict[tuple[int, int], Tensor] = {}
-        self._slots = {
-            module: (number, slot)
+        self._places = {
+            module: (number, expert)
             for number, stage in enumerate(self.stages)
-            for slot, modules in enumerate(stage.slots)
+            for expert, modules in enumerate(stage.experts)
             for module in modules
         }
         self._modules: dict[tuple[str, int], list[str]] = {}
@@ -65,8 +179,8 @@ class LayerFold:
                 self._modules.setdefault((source, part.matrix), []).append(module)
 
     @property
-    def by_slot(self) -> Mapping[tuple[int, int], Tensor]:
-        """The exponents by stage and slot; experts that share their input have one entry, slot 0."""
+    def by_expert(self) -> Mapping[tuple[int, int], Tensor]:
+        """The exponents by stage and expert; experts that share their input have one entry, expert 0."""
         return self._exponents
 
     def run(self, sample: SampleInputs) -> None:
@@ -78,26 +192,26 @@ class LayerFold:
             if self._is_reachable(site):
                 self._fold(site, sample)
 
-    def scaled(self, number: int, reading: Reading) -> Reading:
+    def scaled(self, number: int, stage_input: StageInputs) -> StageInputs:
         """Return the inputs of a stage in the original model as they are after the folds."""
         stage = self.stages[number]
         if stage.outer:
-            found = {slot: e for (of, slot), e in self._exponents.items() if of == number}
-            if not found or reading.slots is None:
-                return reading
+            found = {expert: e for (of, expert), e in self._exponents.items() if of == number}
+            if not found or stage_input.experts is None:
+                return stage_input
             none = torch.zeros(stage.width, dtype=torch.int32)
-            table = torch.stack([found.get(slot, none) for slot in range(len(stage.slots))])
-            factors = powers_of_two(-table)[reading.slots]
+            table = torch.stack([found.get(expert, none) for expert in range(len(stage.experts))])
+            factors = powers_of_two(-table)[stage_input.experts]
         else:
             exponents = self._exponents.get((number, 0))
             if exponents is None:
-                return reading
+                return stage_input
             factors = powers_of_two(-exponents)
-        return replace(reading, inputs=reading.inputs * factors.to(reading.inputs))
+        return replace(stage_input, inputs=stage_input.inputs * factors.to(stage_input.inputs))
 
-    def exponents_of(self, number: int, slot: int) -> Tensor | None:
-        """Return the exponents by which the inputs of a stage and slot are smaller now; None: they are as before."""
-        return self._exponents.get((number, slot if self.stages[number].outer else 0))
+    def exponents_of(self, number: int, expert: int) -> Tensor | None:
+        """Return the exponents by which the inputs of a stage and expert are smaller now; None: they are as before."""
+        return self._exponents.get((number, expert if self.stages[number].outer else 0))
 
     def _is_reachable(self, site: FoldSite) -> bool:
         """Return whether every tensor of a site is in the model, and as the checkpoint stores it if it is copied.
@@ -122,11 +236,11 @@ class LayerFold:
 
     def _fold(self, site: FoldSite, sample: SampleInputs) -> None:
         modules = self._readers(site)
-        places = {self._slots[module] for module in modules if module in self._slots}
-        if not places or any(module not in self._slots for module in modules):
+        places = {self._places[module] for module in modules if module in self._places}
+        if not places or any(module not in self._places for module in modules):
             return
-        number, slot = min(places)
-        inputs, held_out = sample(number, slot, False), sample(number, slot, True)
+        number, expert = min(places)
+        inputs, held_out = sample(number, expert, False), sample(number, expert, True)
         if inputs is None or held_out is None or min(len(inputs), len(held_out)) < _FEWEST_ROWS:
             return
         judged = self._judged(modules)
@@ -135,10 +249,9 @@ class LayerFold:
         scheme = self.parts[judged[0]][1].scheme
         choice = choose_exponents(
             [self._weight(module) for module in judged],
-            scheme.weight,
+            scheme,
             inputs,
             held_out,
-            activation=scheme.activation,
             classes=channel_classes(site),
             limits=exponent_limits(site, tensors),
             shares=[groups[self.parts[module][1].group] for module in judged],
@@ -154,16 +267,16 @@ class LayerFold:
             self.views[name].copy_(tensor)
             self.changed.add(name)
         for place in places:
-            stage_slot = place if self.stages[place[0]].outer else (place[0], 0)
-            self._exponents[stage_slot] = choice.exponents
+            place_of_input = place if self.stages[place[0]].outer else (place[0], 0)
+            self._exponents[place_of_input] = choice.exponents
         self.exponents[exponents_name(site)] = choice.exponents.to(torch.int8)
 
     def _judged(self, modules: Sequence[str]) -> list[str]:
         """Return the modules whose weights judge a fold: all, or those of some experts."""
-        slots = sorted({self._slots[module] for module in modules})
-        step = max(-(-len(slots) // _MOST_EXPERTS), 1)
-        chosen = set(slots[::step])
-        return [module for module in modules if self._slots[module] in chosen]
+        experts = sorted({self._places[module] for module in modules})
+        step = max(-(-len(experts) // _MOST_EXPERTS), 1)
+        chosen = set(experts[::step])
+        return [module for module in modules if self._places[module] in chosen]
 
     def _weight(self, module: str) -> Tensor:
         source, part = self.parts[module]

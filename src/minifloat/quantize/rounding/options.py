@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from minifloat.quantize.rounding.methods import METHODS, Method
-from minifloat.quantize.rounding.tune.options import DEFAULT_TUNING, TuneOptions
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How codes and norms are tuned."""
+
+    steps: int = 100
+    batch: int = 8
+    rate: float = 0.003
+    norm_rate: float = 0.001
+    every: int = 25
+    seed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as JSON values."""
+        return asdict(self)
+
+
+DEFAULT_TUNING = TuneOptions()
+
 
 DEFAULT_METHOD = "match"
 

@@ -1,7 +1,7 @@
 """Hessians of a model in a folder beside its activation statistics, so that one pass over the text serves every scheme.
 
 The inputs of the original model do not depend on how its weights are rounded. What GPTQ and folding take from them is
-therefore stored once: for each stage of a layer the Hessian of every slot, a held-out sample of inputs that codes are
+therefore stored once: for each stage of a layer the Hessian of every expert, a held-out sample of inputs that codes are
 judged on, and the samples that folds are chosen with. The folder ``NAME.hessians`` holds a file per layer and, written
 last, ``hessians.safetensors`` with the identity of the model and of the text. Not included: what the method match
 needs, which are the inputs that the quantized layers give and which differ from scheme to scheme.
@@ -91,31 +91,31 @@ class SavedLayer:
         """Return the layer in a file."""
         rows = file.record["stages"]
         if any(len(row["tokens"]) != len(row["slots"]) for row in rows):
-            raise StatsError(file.path, "not valid: expected a number of tokens for each slot; calibrate again")
+            raise StatsError(file.path, "not valid: expected a number of tokens for each expert; calibrate again")
         stages = [Stage(row["path"], tuple(map(tuple, row["slots"])), row["width"], outer=row["outer"]) for row in rows]
         return cls(file, tuple(stages), tuple(tuple(row["tokens"]) for row in rows))
 
-    def hessian(self, stage: int, slot: int) -> Tensor:
-        """Return X'X / tokens of a slot, float32 ``[K, K]``, zero if it saw no token."""
-        packed, width = self._read(f"hessian.{stage}.{slot}"), self.stages[stage].width
+    def hessian(self, stage: int, expert: int) -> Tensor:
+        """Return X'X / tokens of a expert, float32 ``[K, K]``, zero if it saw no token."""
+        packed, width = self._read(f"hessian.{stage}.{expert}"), self.stages[stage].width
         if packed is None or packed.shape != (width * (width + 1) // 2,):
             raise StatsError(
-                self.file.path, f"the Hessian {stage}.{slot} is missing or has another size; calibrate again"
+                self.file.path, f"the Hessian {stage}.{expert} is missing or has another size; calibrate again"
             )
         return unpack_symmetric(packed, width)
 
-    def held_out(self, stage: int, slot: int) -> Tensor | None:
-        """Return held-out inputs of a slot, float32 ``[T, K]``; None if no token reached it."""
-        rows = self._read(f"held_out.{stage}.{slot}")
+    def held_out(self, stage: int, expert: int) -> Tensor | None:
+        """Return held-out inputs of a expert, float32 ``[T, K]``; None if no token reached it."""
+        rows = self._read(f"held_out.{stage}.{expert}")
         return None if rows is None else rows.float()
 
-    def largest(self, stage: int, slot: int) -> Tensor | None:
-        """Return the largest input of each channel of a slot, float32 ``[K]``; None if no token reached it."""
-        return self._read(f"amax.{stage}.{slot}")
+    def largest(self, stage: int, expert: int) -> Tensor | None:
+        """Return the largest input of each channel of a expert, float32 ``[K]``; None if no token reached it."""
+        return self._read(f"amax.{stage}.{expert}")
 
-    def fold_sample(self, stage: int, slot: int, held_out: bool) -> Tensor | None:
+    def fold_sample(self, stage: int, expert: int, held_out: bool) -> Tensor | None:
         """Return inputs to choose or to judge folds on, as `minifloat.quantize.rounding.layer_fold.SampleInputs`."""
-        rows = self._read(fold_sample_name(stage, slot if self.stages[stage].outer else 0, held_out))
+        rows = self._read(fold_sample_name(stage, expert if self.stages[stage].outer else 0, held_out))
         return None if rows is None else rows.float()
 
     def _read(self, name: str) -> Tensor | None:
@@ -125,9 +125,9 @@ class SavedLayer:
         return torch.from_numpy(self.file.read(name)).view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
 
 
-def fold_sample_name(stage: int, slot: int, held_out: bool) -> str:
+def fold_sample_name(stage: int, expert: int, held_out: bool) -> str:
     """Return the name of a sample for folds in the file of a layer."""
-    return f"fold.{stage}.{slot}.{'held_out' if held_out else 'calibration'}"
+    return f"fold.{stage}.{expert}.{'held_out' if held_out else 'calibration'}"
 
 
 def layer_hessians(
@@ -135,7 +135,7 @@ def layer_hessians(
 ) -> ArrayContent:
     """Return what is stored of a layer."""
     rows = [
-        {"path": stage.path, "slots": stage.slots, "width": stage.width, "outer": stage.outer, "tokens": list(counts)}
+        {"path": stage.path, "slots": stage.experts, "width": stage.width, "outer": stage.outer, "tokens": list(counts)}
         for stage, counts in zip(stages, tokens, strict=True)
     ]
     return ArrayContent({"stages": rows}, {name: _array(tensor) for name, tensor in tensors.items()})

@@ -45,7 +45,7 @@ class Stage:
     """
 
     path: str
-    slots: tuple[tuple[str, ...], ...]
+    experts: tuple[tuple[str, ...], ...]
     width: int
     paths: tuple[str, ...] = ()
     outer: bool | None = None
@@ -54,7 +54,7 @@ class Stage:
     @property
     def name(self) -> str:
         """The linears in short, for progress: ``q_proj, k_proj, v_proj``."""
-        return ", ".join(module.rpartition(".")[2] for module in self.slots[0])
+        return ", ".join(module.rpartition(".")[2] for module in self.experts[0])
 
 
 @dataclass
@@ -94,13 +94,15 @@ def find_stages(
             names = linears[event.path].names
             if key in stages:
                 earlier = stages[key]
-                stages[key] = replace(earlier, slots=((*earlier.slots[0], *names),), paths=(*earlier.paths, event.path))
+                stages[key] = replace(
+                    earlier, experts=((*earlier.experts[0], *names),), paths=(*earlier.paths, event.path)
+                )
             else:
                 stages[key] = Stage(event.path, (names,), linears[event.path].width, (event.path,))
     residuals = dict(_residuals([*events, _Event("", output)], hidden))
     return [
         replace(stage, residual=residuals.get(stage.path))
-        if len(stage.slots[0]) == 1 and stage.outer is None
+        if len(stage.experts[0]) == 1 and stage.outer is None
         else stage
         for stage in stages.values()
     ]

@@ -1,18 +1,22 @@
-"""Statistics of the inputs of a linear: what the methods that choose codes need to know about the calibration text.
+"""Statistics of the inputs of linears, which are added up chunk by chunk so that memory does not grow with the text.
 
-`Accumulator` adds up products of inputs chunk by chunk, so that memory does not grow with the text. `Sample` keeps some
-inputs of text that no statistic saw, on which errors are measured.
+The rows of the experts of a layer are on disk, so that memory holds the products of one expert at a time. An expert
+that saw fewer tokens than it has input channels gets no full Hessian from them: the mean over all experts fills it up,
+and the drift, which so few tokens do not determine, is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.kernels.rounding import gram
 
 #: Rows that are multiplied together: enough for the product to run at full speed.
@@ -39,7 +43,6 @@ class Rows:
     residual: Tensor | None = None
 
     def pick(self, rows: Tensor | slice) -> Rows:
-        """Return some of the rows."""
         return Rows(self.inputs[rows], self.reference[rows], None if self.residual is None else self.residual[rows])
 
     def float(self) -> Rows:
@@ -162,3 +165,69 @@ class Sample:
     def rows(self) -> Rows | None:
         """Return the kept rows as float32; None if there are none."""
         return join(self._kept) if self._kept else None
+
+
+class ExpertRows:
+    """Keeps the inputs of each expert in a file."""
+
+    def __init__(self, file: TensorFile, count: int) -> None:
+        self._file = file
+        self._places: list[list[tuple[StoredTensor, StoredTensor]]] = [[] for _ in range(count)]
+        self.tokens = [0] * count
+
+    def keep(self, rows: Rows, experts: Tensor) -> None:
+        names, counts = torch.unique_consecutive(experts, return_counts=True)
+        first = 0
+        for expert, count in zip(names.tolist(), counts.tolist(), strict=True):
+            part = rows.pick(slice(first, first + count))
+            self._places[expert].append((self._file.append(part.inputs), self._file.append(part.reference)))
+            self.tokens[expert] += count
+            first += count
+
+    def read(self, expert: int) -> Iterator[Rows]:
+        chunk: list[Rows] = []
+        for inputs, reference in self._places[expert]:
+            chunk.append(Rows(self._file.read(inputs), self._file.read(reference)))
+            if sum(len(rows.inputs) for rows in chunk) >= CHUNK_ROWS:
+                yield join(chunk)
+                chunk = []
+        if chunk:
+            yield join(chunk)
+
+
+def own_statistics(experts: ExpertRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:
+    """Yield each expert with the statistics of the inputs that were routed to it."""
+    for expert, tokens in enumerate(experts.tokens):
+        accumulator = Accumulator(width, drift=drift and tokens >= width)
+        for rows in experts.read(expert):
+            accumulator.add(rows)
+        yield expert, accumulator.finish()
+
+
+def filled_statistics(
+    experts: ExpertRows, width: int, *, drift: bool
+) -> Iterator[tuple[int, Statistics, dict[str, Any]]]:
+    """Yield each expert with the statistics of its inputs, and facts for the report."""
+    mean = cache(lambda: mean_hessian((own for _, own in own_statistics(experts, width, drift=False)), width))
+    for expert, statistics in own_statistics(experts, width, drift=drift):
+        yield expert, *filled_up(statistics, width, mean)
+
+
+def filled_up(statistics: Statistics, width: int, mean: Callable[[], Tensor]) -> tuple[Statistics, dict[str, Any]]:
+    """Return the statistics of an expert, filled up with the mean of all experts, and facts for the report."""
+    own_share = min(statistics.tokens / width, 1.0)
+    facts: dict[str, Any] = {"tokens": statistics.tokens}
+    if own_share < 1.0:
+        mixed = own_share * statistics.hessian + (1.0 - own_share) * mean()
+        statistics = Statistics(mixed, None, None, statistics.tokens)
+        facts["hessian_share"] = own_share
+    return statistics, facts
+
+
+def mean_hessian(experts: Iterable[Statistics], width: int) -> Tensor:
+    """Return the mean of X'X over the tokens of all experts, float32 ``[K, K]``; the identity without tokens."""
+    total, tokens = torch.zeros(width, width), 0
+    for own in experts:
+        total.add_(own.hessian, alpha=own.tokens)
+        tokens += own.tokens
+    return total.div_(tokens) if tokens else torch.eye(width)

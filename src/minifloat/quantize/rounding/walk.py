@@ -28,22 +28,18 @@ from minifloat.calibration.measure import head_amax
 from minifloat.calibration.observe import KVObserver
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
-from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
-from minifloat.quantize.rounding.closings import Closings, find_closings
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.rounding.damage import DamageStreams, GroupsToMeasure, Places
 from minifloat.quantize.rounding.divergence import Divergence, measure_divergence
-from minifloat.quantize.rounding.fold_sample import FoldSample
-from minifloat.quantize.rounding.inputs import LayerInputs
-from minifloat.quantize.rounding.layer import LayerRounding
-from minifloat.quantize.rounding.layer_fold import LayerFold
-from minifloat.quantize.rounding.layer_parts import fold_of, folded_tensors, rounding_of
-from minifloat.quantize.rounding.layer_tensors import layer_tensors
+from minifloat.quantize.rounding.finished_modules import FinishedModules, find_finished_modules
+from minifloat.quantize.rounding.input_quantizer import InputQuantizer
+from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
+from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
 from minifloat.quantize.rounding.options import RoundingOptions
 from minifloat.quantize.rounding.rounded_model import layer_content
-from minifloat.quantize.rounding.slots import SlotRows, slot_statistics
+from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, pair
 from minifloat.quantize.rounding.stages import Stage, find_stages
-from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, Sample
-from minifloat.quantize.rounding.taps import LayerTaps, Reading, StoredReadings, pair
+from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, ExpertRows, Sample, filled_statistics
 
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
 #: sequences alone, through layers that are rounded to nearest.
@@ -68,12 +64,7 @@ class RoundingWalk:
         self.stack, self.options, self.progress = stack, options, progress
         self.sequences = (*kept.sequences, *held_out.sequences)
         self.first_held_out = len(kept.sequences)
-        self.infos = {tensor.source.name: tensor.source for tensor in plan.tensors}
-        self.quantized = {tensor.source.name for tensor in plan.tensors if tensor.parts}
-        self.parts: dict[str, tuple[str, Part]] = {
-            part.module: (tensor.source.name, part) for tensor in plan.tensors for part in tensor.parts
-        }
-        self.config = config
+        self.weights = PlannedWeights(plan, config, options.method, options.fold)
         self._passes = 0
 
     def run(self, work: LayerWork) -> None:
@@ -83,7 +74,7 @@ class RoundingWalk:
         with LayerWalk(self.stack, self.sequences, work, self._streams, keep_last=True) as walk:
             if self.damage is not None:
                 self.damage.start(walk.places, [file.record for file in work.finished])
-            walk.run(lambda layer: _LayerRun(self, walk, layer).run())
+            walk.run(lambda layer: self._round_layer(walk, layer))
             with TensorFile(work.hidden(len(self.stack))) as hidden:
                 record: dict[str, Any] = {"held_out": self._compare(walk, hidden).to_dict()}
                 if self.damage is not None:
@@ -101,6 +92,10 @@ class RoundingWalk:
             if self.damage is not None:
                 streams += self.damage.streams_of(hidden.shape[1])
         return streams
+
+    def _round_layer(self, walk: LayerWalk, layer: OpenLayer) -> ArrayContent:
+        self._passes = 0
+        return _LayerRun(self, walk, layer).run()
 
     def _compare(self, walk: LayerWalk, hidden: TensorFile) -> Divergence:
         """Return how far the quantized model is from the original one on held-out text."""
@@ -129,10 +124,6 @@ class RoundingWalk:
             done = index * passes + min(self._passes, passes)
             self.progress(done, passes * len(self.stack), f"layer {index + 1} of {len(self.stack)}, {what}")
 
-    def start_layer(self) -> None:
-        """Count the passes of the next layer from zero."""
-        self._passes = 0
-
 
 class _LayerRun:
     """The passes over one layer."""
@@ -142,68 +133,56 @@ class _LayerRun:
         self.original, self.quantized, self.nearest = (
             layers.places[stream] for stream in (ORIGINAL, QUANTIZED, NEAREST)
         )
-        self.reference, self.rows = StoredReadings(layer.scratch("reference")), layer.scratch("rows")
+        self.reference, self.rows = StoredStageInputs(layer.scratch("reference")), layer.scratch("rows")
         call, hidden = layer.call(0), layer.hidden(self.original[0])
         self.stages = find_stages(self.model, layer.path, layer.module, layer.sites, call, hidden)
-        closings = find_closings(self.model, layer.path, layer.module, self.stages, call, hidden)
-        self.closings = Closings(self.model, closings, layer.scratch("closings"))
-        self.taps = LayerTaps(self.model, layer.module, self.stages)
+        finished = find_finished_modules(self.model, layer.path, layer.module, self.stages, call, hidden)
+        self.finished = FinishedModules(self.model, finished, layer.scratch("closings"))
+        self.reader = StageReader(self.model, layer.module, self.stages)
         self.kv: dict[str, tuple[Tensor, Tensor]] = {}
 
     def run(self) -> ArrayContent:
         """Round the layer, write the hidden states behind it, and return its codes."""
-        self.walk.start_layer()
         rounding = self._rounding()
-        inputs = LayerInputs(self.model, self.stages, rounding.parts)
+        inputs = InputQuantizer(self.model, self.stages, rounding.parts)
         self._run_original(inputs)
         with inputs.applied():
             self._run_nearest(rounding)
         rounding = self._rounding()  # with views of the restored weights
         fold = self._fold()
-        inputs.fold(fold.by_slot)
+        inputs.fold(fold.by_expert)
         rounding.measure()
-        self.taps.quantize_expert = inputs.quantize_expert
+        self.reader.quantize_expert = inputs.quantize_expert
         with inputs.applied():
             for number, stage in enumerate(self.stages):
                 self._round_stage(number, stage, rounding, fold)
             self._run_quantized()
             groups = self._run_damaged(rounding)
-        record = {
-            "weights": rounding.rows,
-            "folds": fold.records,
-            "groups": groups,
-            "inputs": inputs.rows(),
-            "kv": [{"module": name, "k": k.tolist(), "v": v.tolist()} for name, (k, v) in self.kv.items()],
-        }
-        return layer_content({**rounding.tensors, **folded_tensors(fold, self.walk.quantized)}, record)
+        kv = [{"module": name, "k": k.tolist(), "v": v.tolist()} for name, (k, v) in self.kv.items()]
+        return self.walk.weights.result(rounding, fold, groups=groups, inputs=inputs.rows(), kv=kv)
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""
         schemes = () if self.walk.damage is None else self.walk.damage.request.schemes
-        return rounding_of(self._views(), self.stages, self.walk.parts, self.walk.options.method, schemes)
-
-    def _views(self) -> dict[str, Tensor]:
-        """Return the layer's tensors in the model, by name in the checkpoint."""
-        return layer_tensors(self.model, self.walk.stack.weights.assignments(self.layer.index), self.walk.infos)
+        views = self.walk.weights.views(self.walk.stack, self.layer.index)
+        return self.walk.weights.rounding(views, self.stages, schemes)
 
     def _fold(self) -> LayerFold:
         """Fold scales of input channels, if the options say so, and return what was folded."""
-        walk = self.walk
-        fold, prefix = fold_of(self.layer.index, self._views(), walk.infos, walk.config, self.stages, walk.parts)
-        if self.walk.options.fold and prefix:
-            fold.run(FoldSample(self.reference, self.stages, self.walk.first_held_out, len(self.walk.sequences)))
-        return fold
+        sample = FoldSample(self.reference, self.stages, self.walk.first_held_out, len(self.walk.sequences))
+        views = self.walk.weights.views(self.walk.stack, self.layer.index)
+        return self.walk.weights.fold(self.layer.index, views, self.stages, sample)
 
-    def _run_original(self, inputs: LayerInputs) -> None:
+    def _run_original(self, inputs: InputQuantizer) -> None:
         """Run the original layer over every sequence, and keep the inputs of its stages on disk."""
         for number, place in self.original.items():
-            output, readings = self.taps.read_all(self.layer.call(number), self.layer.hidden(place))
+            output, stage_inputs = self.reader.read_all(self.layer.call(number), self.layer.hidden(place))
             self.layer.write(place, output)
-            self.reference.keep(number, readings)
+            self.reference.keep(number, stage_inputs)
             if number < self.walk.first_held_out:
-                for stage, reading in enumerate(readings):
+                for stage, stage_input in enumerate(stage_inputs):
                     inner = self.stages[stage].outer is False
-                    inputs.observe(stage, reading, readings[stage + 1] if inner else None)
+                    inputs.observe(stage, stage_input, stage_inputs[stage + 1] if inner else None)
             self.walk.report(self.layer.index, "original", len(self.stages))
         if self.walk.damage is not None:
             self.walk.damage.run_original(self._run_stream)
@@ -223,7 +202,7 @@ class _LayerRun:
                 stack.enter_context(KVObserver(self.model, self._observe_kv))
             for number, place in self.quantized.items():
                 hidden = self.layer.hidden(place)
-                with nullcontext() if self.walk.options.kv_cache else self.closings.applied(number):
+                with nullcontext() if self.walk.options.kv_cache else self.finished.applied(number):
                     self.layer.write(place, self.layer.call(number).run(self.layer.module, hidden))
                 self.walk.report(self.layer.index, "quantized", len(self.stages))
 
@@ -251,7 +230,7 @@ class _LayerRun:
 
     def _round_stage(self, number: int, stage: Stage, rounding: LayerRounding, fold: LayerFold) -> None:
         """Collect the inputs of a stage, and round the weights that read them."""
-        if not any(module in rounding.parts for slot in stage.slots for module in slot):
+        if not any(module in rounding.parts for expert in stage.experts for module in expert):
             return
         if stage.outer is None:
             self._round_dense(number, stage, rounding, fold)
@@ -260,27 +239,27 @@ class _LayerRun:
 
     def _round_dense(self, number: int, stage: Stage, rounding: LayerRounding, fold: LayerFold) -> None:
         follows = self.walk.options.method.follows_quantized
-        adding = None if stage.residual is None else rounding.weights[stage.slots[0][0]]
+        adding = None if stage.residual is None else rounding.weights[stage.experts[0][0]]
         accumulator = Accumulator(stage.width, drift=follows, adding=adding, device=self.walk.stack.device)
         held_out = Sample(HELD_OUT_ROWS, len(self.nearest))
         for sequence, (rows, _) in self._paired(number, stage, fold):
             (held_out if sequence >= self.walk.first_held_out else accumulator).add(rows)
         statistics = accumulator.finish()
-        rounding.round_slot(stage.slots[0], statistics, held_out.rows(), {"tokens": statistics.tokens})
+        rounding.round_group(stage.experts[0], statistics, held_out.rows(), {"tokens": statistics.tokens})
 
     def _round_experts(self, number: int, stage: Stage, rounding: LayerRounding, fold: LayerFold) -> None:
         follows = self.walk.options.method.follows_quantized
-        held_out = [Sample(HELD_OUT_ROWS, len(self.nearest)) for _ in stage.slots]
-        slots = SlotRows(self.rows, len(stage.slots))
+        held_out = [Sample(HELD_OUT_ROWS, len(self.nearest)) for _ in stage.experts]
+        routed = ExpertRows(self.rows, len(stage.experts))
         for sequence, (rows, experts) in self._paired(number, stage, fold):
             assert experts is not None
             if sequence < self.walk.first_held_out:
-                slots.keep(rows, experts)
+                routed.keep(rows, experts)
                 continue
             for expert in experts.unique().tolist():
                 held_out[expert].add(rows.pick(experts == expert))
-        for slot, statistics, facts in slot_statistics(slots, stage.width, drift=follows):
-            rounding.round_slot(stage.slots[slot], statistics, held_out[slot].rows(), facts)
+        for expert, statistics, facts in filled_statistics(routed, stage.width, drift=follows):
+            rounding.round_group(stage.experts[expert], statistics, held_out[expert].rows(), facts)
 
     def _paired(self, number: int, stage: Stage, fold: LayerFold) -> Iterator[tuple[int, Any]]:
         """Yield for each sequence the inputs of a stage in both models, and the expert of each row."""
@@ -288,12 +267,12 @@ class _LayerRun:
             original = fold.scaled(number, self.reference.read(sequence, number))
             if self.walk.options.method.follows_quantized:
                 hidden = self.layer.hidden(self.quantized[sequence])
-                with self.closings.applied(sequence):
-                    quantized = self.taps.read(stage, self.layer.call(sequence), hidden)
-                self.closings.keep(number, sequence, quantized.inputs)
+                with self.finished.applied(sequence):
+                    quantized = self.reader.read(stage, self.layer.call(sequence), hidden)
+                self.finished.keep(number, sequence, quantized.inputs)
             elif stage.outer is False:
                 routing = self.reference.read(sequence, number + 1)  # of the down projections: the same rows
-                quantized = Reading(original.inputs[routing.tokens], routing.slots, routing.tokens)
+                quantized = StageInputs(original.inputs[routing.tokens], routing.experts, routing.tokens)
             else:
                 quantized = original
             yield sequence, pair(original, quantized, stage, sequence)

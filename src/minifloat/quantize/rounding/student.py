@@ -1,13 +1,18 @@
-"""`Student`: the original model run with the weights that are tuned in place of its own.
+"""The original model run with trainable weights in place of its own: codes as latent weights, and norms.
 
-Both models share all other weights, so that memory holds the model once. Experts that the model stacks in one
-parameter are put together from the latents of all of them.
+A latent is a float in units of the scale that is rounded to a code; the scales stay as they are. It starts from the
+original weight, moved into the cell of values that round to the code that a method chose, so that the first codes are
+those of the method. Gradients pass through the rounding as if it were the identity ("straight-through"), except beyond
+the outermost cells. Both models share all other weights, so that memory holds the model once.
+
+Source: Bengio et al. (arXiv 1308.3432), section 4, for the straight-through estimator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,10 +23,109 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.model.runtime.names import Assignment
 from minifloat.model.runtime.tensors import TORCH_DTYPES
-from minifloat.quantize.rounding.fold_record import folded_weights
-from minifloat.quantize.rounding.layer_tensors import assignment_views, layer_tensors, parameter_of, part_view
+from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.formats import ElementFormat
+from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
+from minifloat.numerics.scale_rules import expand
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.quantize.rounding.layer_fold import (
+    assignment_views,
+    folded_weights,
+    layer_tensors,
+    parameter_of,
+    part_view,
+)
 from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel
-from minifloat.quantize.rounding.tune.latent import LatentWeight
+
+#: Share of a cell that a latent may start in: at the edge, a change by one rounding error would change the code.
+CELL_LIMIT = 0.9
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The intervals of values that round to each code of a format; the outermost ones are made symmetric.
+
+    Attributes:
+        lower: float32, one entry per code: the lower end, or NaN where the code is no number.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    step: Tensor
+    top: float
+
+
+@cache
+def cells(element: ElementFormat) -> Cells:
+    """Return the cells of a signed format of at most 8 bits."""
+    values = torch.tensor(element.values, dtype=torch.float64)
+    finite = values.isfinite()
+    grid = torch.tensor(sorted({*values[finite].tolist()}), dtype=torch.float64)  # the two zeros are one
+    middles = (grid[1:] + grid[:-1]) / 2
+    last = (grid[-1] - grid[-2]) / 2
+    edges = torch.cat([grid[:1] - last, middles, grid[-1:] + last])
+    index = torch.searchsorted(grid, torch.where(finite, values, 0.0))
+    lower, upper = (torch.where(finite, edges[index + end], torch.nan).float() for end in (0, 1))
+    return Cells(lower, upper, upper - lower, float(edges[-1]))
+
+
+class LatentWeight:
+    """A quantized weight that can be trained.
+
+    Attributes:
+        values: The latents, float32 ``[N, K]``, in units of the scale; a leaf that requires a gradient.
+    """
+
+    def __init__(self, quantized: QuantizedTensor, weight: Tensor, device: torch.device) -> None:
+        self.start = quantized
+        self._table = cells(quantized.spec.element)
+        self.top = self._table.top
+        self.scales = quantized.block_scale().to(device)
+        codes = _unpacked(quantized).to(device).to(torch.int32)
+        chosen = decode(codes.to(torch.uint8), quantized.spec.element)
+        lower, upper = (table.to(device)[codes] for table in (self._table.lower, self._table.upper))
+        low = chosen - CELL_LIMIT * (chosen - lower)
+        high = chosen + CELL_LIMIT * (upper - chosen)
+        self.values = torch.minimum(torch.maximum(weight.to(device).float() / self._factors(), low), high)
+        self.values.requires_grad_(True)
+        self.step = float(self._table.step.to(device)[codes].mean())
+
+    def weight(self) -> Tensor:
+        """Return the weight of the current codes, float32 ``[N, K]``."""
+        with torch.no_grad():
+            return decode(self.codes(), self.start.spec.element).mul_(self._factors())
+
+    def set_gradient(self, of_weight: Tensor) -> None:
+        """Set the gradient of the latents from that of the weight, ``[N, K]`` in any dtype."""
+        values = self.values.detach()
+        self.values.grad = (of_weight.float() * self._factors()).mul_(values.abs() <= self.top)
+
+    def clamp(self) -> None:
+        """Move latents beyond the outermost cells back to their edge, where gradients pass."""
+        with torch.no_grad():
+            self.values.clamp_(-self.top, self.top)
+
+    def codes(self) -> Tensor:
+        """Return the current codes, uint8 ``[N, K]``, one per byte."""
+        return encode(self.values.detach(), self.start.spec.element)
+
+    def quantized(self) -> QuantizedTensor:
+        """Return the weight with the current codes, on the CPU."""
+        codes, start = self.codes().cpu(), self.start
+        packed = pack_nibbles(codes) if start.packed else codes
+        return QuantizedTensor(start.spec, start.shape, packed, start.scale, start.global_scale)
+
+    def changed_codes(self, weight: QuantizedTensor) -> int:
+        """Return the number of elements whose code differs from the first one; the sign of zero counts as none."""
+        element = self.start.spec.element
+        return int((decode(_unpacked(weight), element) != decode(_unpacked(self.start), element)).sum())
+
+    def _factors(self) -> Tensor:
+        return expand(self.scales, self.start.spec.granularity, self.start.shape)
+
+
+def _unpacked(quantized: QuantizedTensor) -> Tensor:
+    return unpack_nibbles(quantized.codes) if quantized.packed else quantized.codes
 
 
 @dataclass(frozen=True)
@@ -149,7 +253,6 @@ class Student:
         return self.norms[name].detach().to(TORCH_DTYPES[self._infos[name].dtype])
 
     def _is_norm(self, assignment: Assignment, parameter: Tensor) -> bool:
-        """Return whether a parameter is the weight of a norm that is a tensor of the checkpoint."""
         owner, _, leaf = assignment.target.rpartition(".")
         return (
             leaf == "weight"
@@ -166,5 +269,4 @@ class Student:
 
 
 def tensor_of(data: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return bytes of an output tensor as a tensor."""
     return torch.from_numpy(data).view(dtype).reshape(tuple(shape))

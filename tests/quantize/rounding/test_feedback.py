@@ -8,7 +8,7 @@ from rounding_cases import correlated_inputs, hessian_of
 from torch import Tensor
 
 from minifloat.errors import SingularHessianError
-from minifloat.quantize.rounding.factor import DAMPING, factorize, regress
+from minifloat.quantize.rounding.feedback import DAMPING, factorize, regress
 
 
 def unit_upper_factor(matrix: Tensor) -> Tensor:

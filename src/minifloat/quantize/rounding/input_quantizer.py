@@ -19,18 +19,18 @@ from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.scale_rules import float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec
+from minifloat.quantize.rounding.stage_inputs import StageInputs
 from minifloat.quantize.rounding.stages import Stage
-from minifloat.quantize.rounding.taps import Reading
 
 
-class LayerInputs:
+class InputQuantizer:
     """The formats and the ranges of the inputs of one layer."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], parts: Mapping[str, Part]) -> None:
         self._model, self._stages = model, stages
         self._specs: dict[int, ActivationSpec] = {}
         for number, stage in enumerate(stages):
-            members = (parts[module] for slot in stage.slots for module in slot if module in parts)
+            members = (parts[module] for expert in stage.experts for module in expert if module in parts)
             specs = {part.scheme.activation for part in members}
             if len(specs) == 1 and (spec := specs.pop()) is not None:
                 self._specs[number] = spec
@@ -38,16 +38,16 @@ class LayerInputs:
         self._tokens: dict[tuple[int, int], int] = {}
         self._exponents: Mapping[tuple[int, int], Tensor] = {}
 
-    def observe(self, number: int, reading: Reading, routing: Reading | None = None) -> None:
+    def observe(self, number: int, stage_input: StageInputs, routing: StageInputs | None = None) -> None:
         """Record the largest input of each channel in one sequence of calibration text."""
         if number not in self._specs:
             return
-        for slot, largest, tokens in largest_inputs(reading, routing):
-            self.add(number, slot, largest, tokens)
+        for expert, largest, tokens in largest_inputs(stage_input, routing):
+            self.add(number, expert, largest, tokens)
 
-    def add(self, number: int, slot: int, largest: Tensor, tokens: int) -> None:
-        """Record the largest input of each channel of a slot, float32 ``[K]``, in some tokens."""
-        key = number, slot
+    def add(self, number: int, expert: int, largest: Tensor, tokens: int) -> None:
+        """Record the largest input of each channel of a expert, float32 ``[K]``, in some tokens."""
+        key = number, expert
         self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
         self._tokens[key] = self._tokens.get(key, 0) + tokens
 
@@ -58,19 +58,19 @@ class LayerInputs:
     def rows(self) -> list[dict[str, Any]]:
         """Return for each linear with quantized inputs its largest input, and the tokens that it was seen in."""
         return [
-            {"module": module, "amax": self._amax(number, slot), "tokens": self._tokens.get((number, slot), 0)}
+            {"module": module, "amax": self._amax(number, expert), "tokens": self._tokens.get((number, expert), 0)}
             for number, stage in enumerate(self._stages)
             if number in self._specs
-            for slot, modules in enumerate(stage.slots)
+            for expert, modules in enumerate(stage.experts)
             for module in modules
         ]
 
-    def quantize(self, number: int, slot: int, inputs: Tensor) -> Tensor:
+    def quantize(self, number: int, expert: int, inputs: Tensor) -> Tensor:
         """Return inputs ``[..., K]`` of a stage as they are after rounding, in their own dtype."""
         spec = self._specs.get(number)
         if spec is None or not inputs.numel():
             return inputs
-        codes, grid = quantize_activation(inputs, spec, self._scale(spec, number, slot))
+        codes, grid = quantize_activation(inputs, spec, self._scale(spec, number, expert))
         return dequantize_activation(codes, grid, spec).to(inputs.dtype)
 
     @contextmanager
@@ -102,16 +102,16 @@ class LayerInputs:
         name = next(iter(kwargs))
         return args, {**kwargs, name: self.quantize(number, 0, kwargs[name])}
 
-    def _scale(self, spec: ActivationSpec, number: int, slot: int) -> Tensor | None:
+    def _scale(self, spec: ActivationSpec, number: int, expert: int) -> Tensor | None:
         """Return the static scale, or the divisor, of an input; None if the format has none."""
         if not spec.needs_calibration:
             return None
-        amax = torch.tensor(self._amax(number, slot))
+        amax = torch.tensor(self._amax(number, expert))
         return global_divisor(amax) if spec.has_global_scale else float_scales(amax, spec.element)
 
-    def _amax(self, number: int, slot: int) -> float:
-        """Return the largest input of a slot after the folds; of all slots if no token reached this one."""
-        found = [key for key in self._largest if key == (number, slot)]
+    def _amax(self, number: int, expert: int) -> float:
+        """Return the largest input of a expert after the folds; of all experts if no token reached this one."""
+        found = [key for key in self._largest if key == (number, expert)]
         keys = found or [key for key in self._largest if key[0] == number]
         largest = [0.0]
         for key in keys:
@@ -121,11 +121,11 @@ class LayerInputs:
         return max(largest)
 
 
-def largest_inputs(reading: Reading, routing: Reading | None = None) -> Iterator[tuple[int, Tensor, int]]:
-    """Yield for each slot of a stage its largest input by channel, float32 ``[K]``, and its number of tokens."""
-    slots, inputs = reading.slots, reading.inputs
+def largest_inputs(stage_input: StageInputs, routing: StageInputs | None = None) -> Iterator[tuple[int, Tensor, int]]:
+    """Yield for each expert of a stage its largest input by channel, float32 ``[K]``, and its number of tokens."""
+    experts, inputs = stage_input.experts, stage_input.inputs
     if routing is not None and routing.tokens is not None:
-        slots, inputs = routing.slots, inputs[routing.tokens]
-    for slot in [0] if slots is None else torch.unique(slots).tolist():
-        rows = inputs if slots is None else inputs[slots == slot]
-        yield slot, rows.abs().amax(0).float(), len(rows)
+        experts, inputs = routing.experts, inputs[routing.tokens]
+    for expert in [0] if experts is None else torch.unique(experts).tolist():
+        rows = inputs if experts is None else inputs[experts == expert]
+        yield expert, rows.abs().amax(0).float(), len(rows)

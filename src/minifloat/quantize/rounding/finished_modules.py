@@ -2,7 +2,7 @@
 
 The walk runs a layer several times: up to the inputs of each stage, and once to its end. The output of an attention or
 of a gated MLP is the output of one linear in it, so once the inputs of that linear are known, the linear alone gives
-the output of the whole module, to the bit. Such a module is called closed by its linear.
+the output of the whole module, to the bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minifloat.quantize.rounding.stages import Stage, first_tensor
 
 
 @dataclass(frozen=True)
-class Closing:
+class FinishedModule:
     """A module whose output is the output of a linear in it.
 
     Attributes:
@@ -36,32 +36,32 @@ class Closing:
     returned: int
 
 
-class Closings:
+class FinishedModules:
     """The closed modules of a layer, and the inputs of their linears."""
 
-    def __init__(self, model: nn.Module, closings: dict[int, Closing], file: TensorFile) -> None:
-        self._model, self._closings, self._file = model, closings, file
+    def __init__(self, model: nn.Module, finished: dict[int, FinishedModule], file: TensorFile) -> None:
+        self._model, self._finished, self._file = model, finished, file
         self._places: dict[tuple[int, int], StoredTensor] = {}
 
     def keep(self, stage: int, sequence: int, inputs: Tensor) -> None:
         """Keep the inputs ``[T, K]`` of a stage in one sequence, if its linear closes a module."""
-        if stage in self._closings:
+        if stage in self._finished:
             self._places[stage, sequence] = self._file.append(inputs)
 
     @contextmanager
     def applied(self, sequence: int) -> Iterator[None]:
         """Replace each closed module whose inputs are kept for a sequence by its linear while the block runs."""
         with ExitStack() as stack:
-            for stage, closing in self._closings.items():
+            for stage, module_end in self._finished.items():
                 if (stage, sequence) in self._places:
                     inputs = partial(self._file.read, self._places[stage, sequence])
-                    stack.enter_context(_replaced(self._model, closing, inputs))
+                    stack.enter_context(_replaced(self._model, module_end, inputs))
             yield
 
 
-def find_closings(
+def find_finished_modules(
     model: nn.Module, prefix: str, layer: nn.Module, stages: Sequence[Stage], call: LayerCall, hidden: Tensor
-) -> dict[int, Closing]:
+) -> dict[int, FinishedModule]:
     """Return the closed modules of a layer by the number of the stage that closes them.
 
     They are found by running the layer. A second run, with the modules replaced, must give the same bits; otherwise no
@@ -82,7 +82,7 @@ def find_closings(
                 stack.callback(module.register_forward_hook(partial(_keep_output, outputs, path)).remove)
         expected = call.run(layer, hidden)
     needed = [stage.residual.path for stage in stages if stage.residual is not None]
-    found: dict[int, Closing] = {}
+    found: dict[int, FinishedModule] = {}
     for linear, number in numbers.items():
         if linear not in outputs or inputs[linear].ndim not in (2, 3):
             continue
@@ -91,27 +91,27 @@ def find_closings(
             returned = _returned(outputs.get(path), outputs[linear])
             inside = (stages[later].path for later in range(number + 1, len(stages)))
             if returned is not None and not any(read.startswith(f"{path}.") for read in (*needed, *inside)):
-                found[number] = Closing(path, linear, inputs[linear].ndim, returned)
+                found[number] = FinishedModule(path, linear, inputs[linear].ndim, returned)
                 break
     with ExitStack() as stack:
-        for closing in found.values():
-            kept = inputs[closing.linear].reshape(-1, inputs[closing.linear].shape[-1])
-            stack.enter_context(_replaced(model, closing, lambda kept=kept: kept))  # type: ignore[misc]
+        for module_end in found.values():
+            kept = inputs[module_end.linear].reshape(-1, inputs[module_end.linear].shape[-1])
+            stack.enter_context(_replaced(model, module_end, lambda kept=kept: kept))  # type: ignore[misc]
         if not call.run(layer, hidden).equal(expected):
             return {}
     return found
 
 
 @contextmanager
-def _replaced(model: nn.Module, closing: Closing, read: Callable[[], Tensor]) -> Iterator[None]:
+def _replaced(model: nn.Module, module_end: FinishedModule, read: Callable[[], Tensor]) -> Iterator[None]:
     """Let a closed module apply its linear to kept inputs, without the hooks of the linear."""
-    module = model.get_submodule(closing.path)
-    linear: Any = model.get_submodule(closing.linear)
+    module = model.get_submodule(module_end.path)
+    linear: Any = model.get_submodule(module_end.linear)
 
     def forward(*_: Any, **__: Any) -> Any:
         inputs = read().to(linear.weight.device)
-        output = linear.forward(inputs[None] if closing.dimensions == 3 else inputs)
-        return (output, *[None] * (closing.returned - 1)) if closing.returned else output
+        output = linear.forward(inputs[None] if module_end.dimensions == 3 else inputs)
+        return (output, *[None] * (module_end.returned - 1)) if module_end.returned else output
 
     undo = replace_forward(module, forward)
     try:

@@ -1,4 +1,4 @@
-"""Reads the inputs of a stage while a layer runs, in the original and in the quantized model."""
+"""Reads the inputs of the stages of a layer while it runs, in the original and in the quantized model."""
 
 from __future__ import annotations
 
@@ -21,49 +21,19 @@ from minifloat.quantize.rounding.statistics import Rows
 
 
 @dataclass(frozen=True)
-class _Place:
-    inputs: StoredTensor
-    slots: Tensor | None
-    tokens: Tensor | None
-    residual: StoredTensor | None
-
-
-class StoredReadings:
-    """Keeps the readings of each sequence in a file. The indices of experts stay in memory."""
-
-    def __init__(self, file: TensorFile) -> None:
-        self._file = file
-        self._places: dict[tuple[int, int], _Place] = {}
-
-    def keep(self, sequence: int, readings: Sequence[Reading]) -> None:
-        """Keep the readings of one sequence, one per stage."""
-        for stage, reading in enumerate(readings):
-            residual = None if reading.residual is None else self._file.append(reading.residual)
-            self._places[sequence, stage] = _Place(
-                self._file.append(reading.inputs), reading.slots, reading.tokens, residual
-            )
-
-    def read(self, sequence: int, stage: int) -> Reading:
-        """Return the reading of a stage for one sequence."""
-        place = self._places[sequence, stage]
-        residual = None if place.residual is None else self._file.read(place.residual)
-        return Reading(self._file.read(place.inputs), place.slots, place.tokens, residual)
-
-
-@dataclass(frozen=True)
-class Reading:
+class StageInputs:
     """The inputs of a stage for one sequence.
 
     Attributes:
         inputs: ``[R, K]``, one row per token; for experts, one row per token and expert, or the tokens of the whole
-            module where `slots` is None.
-        slots: int64 ``[R]``, the expert of each row, rising; None: rows are tokens.
+            module where `experts` is None.
+        experts: int64 ``[R]``, the expert of each row, rising; None: rows are tokens.
         tokens: int64 ``[R]``, the token of each row; None: rows are tokens.
         residual: ``[T, H]``, the residual stream before the stage adds to it.
     """
 
     inputs: Tensor
-    slots: Tensor | None = None
+    experts: Tensor | None = None
     tokens: Tensor | None = None
     residual: Tensor | None = None
 
@@ -79,7 +49,7 @@ class _Reached(Exception):
     """The stage has read its input; the rest of the layer is not needed."""
 
 
-class LayerTaps:
+class StageReader:
     """Runs one layer, and reads the inputs of its stages.
 
     Attributes:
@@ -90,16 +60,16 @@ class LayerTaps:
         self.model, self.layer, self.stages = model, layer, stages
         self.quantize_expert: QuantizeExpert | None = None
 
-    def read_all(self, call: LayerCall, hidden: Tensor) -> tuple[Tensor, list[Reading]]:
+    def read_all(self, call: LayerCall, hidden: Tensor) -> tuple[Tensor, list[StageInputs]]:
         """Return the output of the layer, and the inputs of all of its stages; of inner experts the whole module's."""
-        readings: dict[int, Reading] = {}
+        stage_inputs: dict[int, StageInputs] = {}
         outer: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         with ExitStack() as stack:
             streams = self._read_residuals(stack, self.stages, hidden)
             for index, stage in enumerate(self.stages):
                 module = self.model.get_submodule(stage.path)
                 if stage.outer is None or not stage.outer:
-                    hook = module.register_forward_pre_hook(partial(_keep, readings, index), with_kwargs=True)
+                    hook = module.register_forward_pre_hook(partial(_keep, stage_inputs, index), with_kwargs=True)
                     stack.callback(hook.remove)
                 if stage.outer:
                     rows = outer.setdefault(stage.path, [])
@@ -107,15 +77,15 @@ class LayerTaps:
             output = call.run(self.layer, hidden)
         for index, stage in enumerate(self.stages):
             if stage.outer:
-                readings[index] = _join(outer[stage.path], stage.width, hidden)
+                stage_inputs[index] = _join(outer[stage.path], stage.width, hidden)
             elif stage.residual is not None:
-                readings[index] = Reading(readings[index].inputs, residual=streams[stage.residual.path])
-        return output, [readings[index] for index in range(len(self.stages))]
+                stage_inputs[index] = StageInputs(stage_inputs[index].inputs, residual=streams[stage.residual.path])
+        return output, [stage_inputs[index] for index in range(len(self.stages))]
 
-    def read(self, stage: Stage, call: LayerCall, hidden: Tensor) -> Reading:
+    def read(self, stage: Stage, call: LayerCall, hidden: Tensor) -> StageInputs:
         """Run the layer up to a stage, and return the inputs of the stage."""
         module: Any = self.model.get_submodule(stage.path)
-        found: dict[int, Reading] = {}
+        found: dict[int, StageInputs] = {}
         outer: list[tuple[int, Tensor, Tensor]] = []
         with ExitStack() as stack:
             streams = self._read_residuals(stack, [stage], hidden)
@@ -132,11 +102,10 @@ class LayerTaps:
         if stage.outer:
             return _join(outer, stage.width, hidden)
         if stage.residual is not None:
-            return Reading(found[0].inputs, residual=streams[stage.residual.path])
+            return StageInputs(found[0].inputs, residual=streams[stage.residual.path])
         return found[0]
 
     def _rounding(self, stage: Stage) -> Record | None:
-        """Return what rounds the inputs of the experts of a stage; None if they are not rounded."""
         if self.quantize_expert is None:
             return None
         return partial(self.quantize_expert, self.stages.index(stage) + (not stage.outer))
@@ -152,7 +121,7 @@ class LayerTaps:
         return streams
 
 
-def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> tuple[Rows, Tensor | None]:
+def pair(original: StageInputs, quantized: StageInputs, stage: Stage, sequence: int) -> tuple[Rows, Tensor | None]:
     """Return the inputs of a stage in both models token by token, and the expert of each row.
 
     A token may go to other experts in the quantized model. Where the original model did not send a token to an expert,
@@ -163,12 +132,12 @@ def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> 
         assert quantized.tokens is not None
         reference = reference[quantized.tokens]
     elif stage.outer:
-        assert quantized.slots is not None
+        assert quantized.experts is not None
         assert quantized.tokens is not None
-        assert original.slots is not None
+        assert original.experts is not None
         assert original.tokens is not None
-        keys = quantized.slots * _MOST_TOKENS + quantized.tokens
-        known = original.slots * _MOST_TOKENS + original.tokens
+        keys = quantized.experts * _MOST_TOKENS + quantized.tokens
+        known = original.experts * _MOST_TOKENS + original.tokens
         order = known.argsort()
         place = torch.searchsorted(known[order], keys).clamp(max=max(len(known) - 1, 0))
         row = order[place] if len(known) else place
@@ -180,19 +149,21 @@ def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> 
         residual = (original.residual - quantized.residual) / stage.residual.factor
     for tensor in (inputs, reference):
         if not bool(tensor.sum(dtype=torch.float32).isfinite()):
-            raise NonFiniteError(stage.slots[0][0], f"its input holds NaN or Inf in sequence {sequence}")
-    return Rows(inputs, reference, residual), quantized.slots
+            raise NonFiniteError(stage.experts[0][0], f"its input holds NaN or Inf in sequence {sequence}")
+    return Rows(inputs, reference, residual), quantized.experts
 
 
 def _keep(
-    readings: dict[int, Reading], index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    stage_inputs: dict[int, StageInputs], index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     tensor = first_tensor(args, kwargs)
     assert tensor is not None
-    readings[index] = Reading(tensor.reshape(-1, tensor.shape[-1]).cpu())
+    stage_inputs[index] = StageInputs(tensor.reshape(-1, tensor.shape[-1]).cpu())
 
 
-def _keep_and_stop(found: dict[int, Reading], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_and_stop(
+    found: dict[int, StageInputs], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     _keep(found, 0, module, args, kwargs)
     raise _Reached
 
@@ -222,7 +193,7 @@ def _stop(*_: Any) -> None:
 
 
 @contextmanager
-def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | None) -> Iterator[None]:
+def _routing_only(module: Any, found: dict[int, StageInputs], quantize: Record | None) -> Iterator[None]:
     """Replace the forward method of an experts module by one that keeps each expert's inputs and stops."""
 
     def forward(hidden_states: Tensor, *routing: Tensor) -> Tensor:
@@ -240,10 +211,38 @@ def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | Non
         undo()
 
 
-def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) -> Reading:
+def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) -> StageInputs:
     """Return the rows of all experts below each other."""
     if not rows:
         none = torch.zeros(0, dtype=torch.int64)
-        return Reading(torch.zeros(0, width, dtype=like.dtype), none, none)
-    slots = torch.cat([torch.full((len(tokens),), expert) for expert, tokens, _ in rows])
-    return Reading(torch.cat([x for _, _, x in rows]), slots, torch.cat([tokens for _, tokens, _ in rows]))
+        return StageInputs(torch.zeros(0, width, dtype=like.dtype), none, none)
+    experts = torch.cat([torch.full((len(tokens),), expert) for expert, tokens, _ in rows])
+    return StageInputs(torch.cat([x for _, _, x in rows]), experts, torch.cat([tokens for _, tokens, _ in rows]))
+
+
+@dataclass(frozen=True)
+class _Place:
+    inputs: StoredTensor
+    experts: Tensor | None
+    tokens: Tensor | None
+    residual: StoredTensor | None
+
+
+class StoredStageInputs:
+    """Keeps the stage_inputs of each sequence in a file. The indices of experts stay in memory."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        self._places: dict[tuple[int, int], _Place] = {}
+
+    def keep(self, sequence: int, stage_inputs: Sequence[StageInputs]) -> None:
+        for stage, stage_input in enumerate(stage_inputs):
+            residual = None if stage_input.residual is None else self._file.append(stage_input.residual)
+            self._places[sequence, stage] = _Place(
+                self._file.append(stage_input.inputs), stage_input.experts, stage_input.tokens, residual
+            )
+
+    def read(self, sequence: int, stage: int) -> StageInputs:
+        place = self._places[sequence, stage]
+        residual = None if place.residual is None else self._file.read(place.residual)
+        return StageInputs(self._file.read(place.inputs), place.experts, place.tokens, residual)

@@ -12,7 +12,7 @@ from torch import nn
 
 from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.quantize.rounding import walk
-from minifloat.quantize.rounding.closings import Closing, Closings, find_closings
+from minifloat.quantize.rounding.finished_modules import FinishedModule, FinishedModules, find_finished_modules
 
 #: Model type -> config beyond the common sizes, and the closed modules with their linears.
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -24,10 +24,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-def closings_of(opened: OpenLayer, index: int) -> dict[int, Closing]:
-    """The closings of an open layer."""
+def closings_of(opened: OpenLayer, index: int) -> dict[int, FinishedModule]:
+    """The finished of an open layer."""
     prefix = f"{opened.stack.path}.{index}"
-    return find_closings(opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0])
+    return find_finished_modules(
+        opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
+    )
 
 
 @pytest.mark.parametrize(("model_type", "config", "expected"), [(k, *v) for k, v in CASES.items()], ids=CASES)
@@ -37,7 +39,7 @@ def test_attention_and_mlp_end_with_a_linear(
     folder = write_model(tmp_path / "model", model_type, **config)
     with open_layer(folder, tmp_path / "arguments", make_text(1), 1) as opened:
         prefix = f"{opened.stack.path}.1"
-        found = find_closings(
+        found = find_finished_modules(
             opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
         )
         names = {
@@ -55,7 +57,9 @@ def test_a_module_that_changes_the_output_of_its_linear_is_not_closed(tmp_path: 
         attention.forward = lambda *a, **k: (plain(attention, *a, **k)[0].mul_(0.5), None)  # in place: the same memory
         prefix = f"{opened.stack.path}.0"
         assert (
-            find_closings(opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0])
+            find_finished_modules(
+                opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
+            )
             == {}
         )
         del attention.forward
@@ -66,14 +70,14 @@ def test_the_linear_runs_alone_on_the_kept_inputs(tmp_path: Path) -> None:
     model = nn.ModuleDict({"block": block})
     inputs = torch.randn(3, 8)
     with TensorFile(tmp_path / "file") as file, torch.inference_mode():
-        closings = Closings(model, {2: Closing("block", "block.2", 3, 2)}, file)
-        closings.keep(1, 0, torch.randn(3, 5))  # of a stage that closes nothing
-        closings.keep(2, 0, inputs)
-        with closings.applied(0):
+        finished = FinishedModules(model, {2: FinishedModule("block", "block.2", 3, 2)}, file)
+        finished.keep(1, 0, torch.randn(3, 5))  # of a stage that closes nothing
+        finished.keep(2, 0, inputs)
+        with finished.applied(0):
             output, nothing = block(torch.randn(1, 3, 4))
             assert output.equal(block[2](inputs[None]))
             assert nothing is None
-        with closings.applied(1):  # no inputs of this sequence
+        with finished.applied(1):  # no inputs of this sequence
             assert block(torch.randn(2, 4)).shape == (2, 4)
         assert block(torch.randn(2, 4)).shape == (2, 4)
 
@@ -88,6 +92,6 @@ def test_the_codes_are_those_of_whole_runs(
     folder = write_model(tmp_path / "model", model_type)
     text = make_text(12), make_text(4, seed=1)
     short = round_model(folder, tmp_path / "work", *text, scheme, fold=True)
-    monkeypatch.setattr(walk, "find_closings", lambda *_: {})
+    monkeypatch.setattr(walk, "find_finished_modules", lambda *_: {})
     whole = round_model(folder, tmp_path / "work", *text, scheme, fold=True)
     assert short == whole

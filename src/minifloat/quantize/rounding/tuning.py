@@ -1,4 +1,4 @@
-"""Trains a `Student` to give the logits of the original model, and keeps its best state on held-out text.
+"""`tune`: train codes and norms to give the logits of the original model, and keep the best state on held-out text.
 
 The loss is KL(original || student), the mean over the tokens of a few sequences per step. The rate of Adam warms up and
 then falls along a cosine. The order of the sequences comes from a seed. Two runs on the same machine, with the same
@@ -10,21 +10,85 @@ Source: Kingma and Ba, Adam (arXiv 1412.6980); Hinton et al. (arXiv 1503.02531) 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.model import CalibrationModel, available_memory
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.array_file import ArrayContent
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import UsageError
+from minifloat.model.architecture.roles import text_config
+from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.divergence import KLMeans
-from minifloat.quantize.rounding.tune.cost import LOGITS_PER_PASS
-from minifloat.quantize.rounding.tune.options import TuneOptions
-from minifloat.quantize.rounding.tune.student import Student
+from minifloat.quantize.rounding.layer import tensor_bytes
+from minifloat.quantize.rounding.methods import error_of
+from minifloat.quantize.rounding.options import TuneOptions
+from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
+from minifloat.quantize.rounding.student import Student
+
+_LOG = logging.getLogger(__name__)
+
+#: Logits that one forward pass may compute; more sequences of a step run one after the other.
+LOGITS_PER_PASS = 1 << 25
+#: float32 per weight: latent, gradient, and two moments of Adam.
+_FLOATS_PER_WEIGHT = 4
+#: float32 per logit: of both models as probabilities, their difference and gradients.
+_FLOATS_PER_LOGIT = 6
+#: Activations per layer and token that the backward pass needs, in units of the hidden and of the inner width.
+_HIDDEN_KEPT, _INNER_KEPT = 16, 4
+
+
+@dataclass(frozen=True)
+class TuneCost:
+    """What tuning needs."""
+
+    weights: int
+    nbytes: int
+
+
+def tune_cost(checkpoint: Checkpoint, plan: QuantizationPlan, dtype: torch.dtype, longest: int) -> TuneCost:
+    """Return the memory that tuning a plan needs."""
+    itemsize = dtype.itemsize
+    model = sum(math.prod(info.shape) for info in checkpoint.tensors.values()) * itemsize
+    weights = sum(math.prod(part.shape) for tensor in plan.tensors for part in tensor.parts)
+    float32 = torch.float32.itemsize
+    per_weight = _FLOATS_PER_WEIGHT * float32 + 2 * itemsize  # the folded weight, and the one of the current codes
+    config = text_config(checkpoint.config)
+    vocabulary = _number(config, "vocab_size")
+    tokens = max(LOGITS_PER_PASS // max(vocabulary, 1), longest)
+    width = _HIDDEN_KEPT * _number(config, "hidden_size") + _INNER_KEPT * _number(config, "intermediate_size")
+    activations = tokens * width * _number(config, "num_hidden_layers") * itemsize
+    logits = tokens * vocabulary * _FLOATS_PER_LOGIT * float32
+    return TuneCost(weights, model + weights * per_weight + activations + logits)
+
+
+def require_memory(cost: TuneCost, device: str | torch.device, max_memory: int | None) -> None:
+    """Refuse to tune where the memory is too small."""
+    available = available_memory(device)
+    _LOG.info("tuning trains %s weights in %s bytes of memory on %s", f"{cost.weights:,}", f"{cost.nbytes:,}", device)
+    limit = available if max_memory is None else min(available, max_memory)
+    if cost.nbytes > limit:
+        raise UsageError(
+            f"the method tune needs {cost.nbytes:,} bytes of memory on {device} to train {cost.weights:,} weights, and "
+            f"{limit:,} bytes are available: take the method match, which holds one layer at a time, or a device with "
+            "more memory"
+        )
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else 0
+
 
 #: Decay rates of the moments of Adam; the second one is short because there are few steps.
 _BETAS = (0.9, 0.95)
@@ -169,3 +233,51 @@ def _rate_factor(step: int, steps: int) -> float:
     """Return the share of the full rate in a step, counted from 1."""
     warm_up = min(step / max(_WARM_UP * steps, 1.0), 1.0)
     return warm_up * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
+
+
+def tune(
+    model: CalibrationModel,
+    plan: QuantizationPlan,
+    rounded: RoundedModel,
+    kept: CalibrationSet,
+    held_out: CalibrationSet,
+    options: TuneOptions,
+    progress: Progress | None = None,
+) -> ArrayContent:
+    """Train codes and norms against the original logits, and return the best state on held-out text."""
+
+    def report(step: int, text: str) -> None:
+        if progress is not None:
+            progress(step, options.steps, text)
+
+    student = Student(model, plan, rounded)
+    trained = sum(latent.values.numel() for latent in student.latents.values())
+    training = Trainer(student, kept, held_out, options, report).run()
+    parts = {part.module: part for tensor in plan.tensors for part in tensor.parts}
+    tensors: dict[str, Bytes] = {name: tensor_bytes(norm) for name, norm in training.best.norms.items()}
+    rows, changed = [], 0
+    for module, weight in training.best.weights.items():
+        part, latent = parts[module], student.latents[module]
+        tensors[part.tensors.codes.name] = tensor_bytes(weight.codes)
+        differing = latent.changed_codes(weight)
+        changed += differing
+        stats = asdict(error_of(student.weights[module].float().cpu(), weight))
+        rows.append({**rounded.weights[module], "stats": stats, "changed": differing / latent.values.numel()})
+    record = _record(training, options, changed / max(trained, 1), rounded.held_out)
+    return layer_content(tensors, {"weights": rows, **record})
+
+
+def _record(training: Training, options: TuneOptions, changed: float, held_out: Mapping[str, Any]) -> dict[str, Any]:
+    best, first = training.best, training.first
+    if best.step:
+        held_out = {**held_out, "method": best.divergence.mean, "method_error": best.divergence.error}
+    tuning = {
+        **options.to_dict(),
+        "before": first.mean,
+        "after": best.divergence.mean,
+        "best_step": best.step,
+        "changed": changed,
+        "history": [list(entry) for entry in training.history],
+        "stopped": training.stopped,
+    }
+    return {"held_out": dict(held_out), "tuning": tuning}

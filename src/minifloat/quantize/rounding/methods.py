@@ -1,0 +1,255 @@
+"""The methods that choose the codes of a weight whose scales are fixed, and their table.
+
+GPTQ compensates the error of each column by the columns that are rounded after it. Scales are those of rounding to
+nearest ("static groups"), and columns go by falling diagonal of the Hessian ("act order"). The inputs are those of the
+original model, so one pass over the text serves every scheme. `match` is GPTQ towards the weight that gives the
+original outputs on the inputs of the quantized model.
+
+Source: Frantar et al., GPTQ (arXiv 2210.17323); the form without an inverse: `minifloat.quantize.rounding.feedback`.
+The output target is that of GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import lookup
+from minifloat.kernels.quantize import quantize_rows
+from minifloat.kernels.rounding import round_with_feedback
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.divisor import scalar_global_divisor
+from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
+from minifloat.numerics.scale import cast_stats
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.quantize.rounding.feedback import Feedback, regress, times
+from minifloat.quantize.rounding.statistics import Rows, Statistics, output_error
+
+#: Tokens per column at which half of an estimate counts, where no held-out text says how much of it is right.
+TOKENS_PER_COLUMN = 4
+#: Rows of a weight whose errors are computed at once.
+_PIECE_ROWS = 128
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A weight rounded to nearest: its scales stay, and a method may choose other codes."""
+
+    nearest: QuantizedTensor
+
+    @classmethod
+    def of(cls, weight: Tensor, spec: WeightSpec, group_amax: float | None) -> Grid:
+        rows, cols = weight.shape
+        data = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
+        cast = quantize_rows(data, _NAMES[weight.dtype], (rows, cols), spec, tensor_amax=group_amax)
+        scale = torch.from_numpy(cast.scales)
+        divisor = None
+        if spec.has_global_scale:
+            divisor = torch.tensor(scalar_global_divisor(group_amax or 0.0))
+        return cls(QuantizedTensor(spec, (rows, cols), torch.from_numpy(cast.codes), scale, divisor))
+
+    @property
+    def spec(self) -> WeightSpec:
+        """Storage format of the weight."""
+        return self.nearest.spec
+
+    def row_scales(self) -> Tensor:
+        """Return the scales of each row, float32 ``[N, groups]``."""
+        block_rows, _ = self.spec.granularity.block(self.nearest.shape)
+        scales = self.nearest.block_scale().repeat_interleave(block_rows, 0)[: self.nearest.shape[0]]
+        return scales.contiguous()
+
+    def column_groups(self) -> Tensor:
+        """Return the index of the scale of each column, int32 ``[K]``."""
+        _, block_cols = self.spec.granularity.block(self.nearest.shape)
+        return (torch.arange(self.nearest.shape[1]) // block_cols).to(torch.int32)
+
+    def nearest_codes(self) -> Tensor:
+        """Return the codes of rounding to nearest, uint8 ``[N, K]``, one per byte."""
+        codes = self.nearest.codes
+        return unpack_nibbles(codes) if self.nearest.packed else codes
+
+    def with_codes(self, codes: Tensor) -> QuantizedTensor:
+        """Return the weight with the codes uint8 ``[N, K]`` that a method chose, one per byte."""
+        nearest = self.nearest
+        packed = pack_nibbles(codes) if nearest.packed else codes
+        return QuantizedTensor(nearest.spec, nearest.shape, packed, nearest.scale, nearest.global_scale)
+
+
+def error_of(weight: Tensor, quantized: QuantizedTensor) -> CastStats:
+    """Return the error statistics of a quantized weight ``[N, K]``, computed in pieces of rows that fit the caches."""
+    spec, scale = quantized.spec, quantized.block_scale()
+    block_rows, _ = spec.granularity.block(quantized.shape)
+    scales = -(-_PIECE_ROWS // block_rows)  # rows of scales per piece
+    total = CastStats()
+    for index in range(0, max(len(scale), 1), scales):
+        rows = slice(index * block_rows, (index + scales) * block_rows)
+        codes = quantized.codes[rows]
+        unpacked = unpack_nibbles(codes) if quantized.packed else codes
+        total += cast_stats(weight[rows].float(), unpacked, scale[index : index + scales], spec)
+    return total
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """What is known about the input that some linears share.
+
+    Attributes:
+        feedback: From the Hessian of `statistics`; None for a method that needs no data.
+        held_out: float32 rows of text that is in no statistic; None: there are none.
+    """
+
+    statistics: Statistics
+    feedback: Feedback | None
+    held_out: Rows | None = None
+
+    @property
+    def required_feedback(self) -> Feedback:
+        """The feedback, for methods that need data."""
+        assert self.feedback is not None
+        return self.feedback
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The codes that a method chose.
+
+    Attributes:
+        codes: For each weight uint8 ``[N, K]``, one per byte.
+    """
+
+    codes: list[Tensor]
+    details: dict[str, float] = field(default_factory=dict)
+
+
+class Method(ABC):
+    """Chooses the codes of weights that share their input.
+
+    Attributes:
+        name: Name on the command line.
+        summary: One line for `--help` and reports.
+        needs_data: Whether it chooses codes with the inputs of the weights.
+        follows_quantized: Whether the inputs are those that the layers quantized before give, beside the original ones.
+        trains: Whether codes and norms are trained on the logits of the original model after the last layer.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    needs_data: ClassVar[bool] = True
+    follows_quantized: ClassVar[bool] = False
+    trains: ClassVar[bool] = False
+
+    @abstractmethod
+    def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
+        """Return the codes of each weight.
+
+        Args:
+            weights: The original weights, float32 ``[N_i, K]``.
+            grids: Scales of each weight; all of one storage format.
+            inputs: Of these weights.
+        """
+
+
+class Nearest(Method):
+    """Rounding to nearest: each element takes the code closest to it, whatever the inputs are."""
+
+    name = "nearest"
+    summary = "each weight to its nearest code; needs no data"
+    needs_data = False
+
+    def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
+        return Rounded([grid.nearest_codes() for grid in grids])
+
+
+class Gptq(Method):
+    """GPTQ with static scales, columns ordered by the diagonal of the Hessian."""
+
+    name = "gptq"
+    summary = "error compensation under the inputs of the original model (GPTQ)"
+
+    def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
+        return Rounded(compensate(torch.cat(list(weights)), grids, inputs.required_feedback))
+
+
+def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[Tensor]:
+    """Round weights column by column with feedback."""
+    order = feedback.order
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    scales = torch.cat([grid.row_scales() for grid in grids])
+    groups = grids[0].column_groups()[order]
+    codes = round_with_feedback(target[:, order].contiguous(), scales, groups, feedback.matrix, grids[0].spec.element)
+    return list(torch.split(codes[:, inverse], [grid.nearest.shape[0] for grid in grids]))
+
+
+class Match(Method):
+    """GPTQ whose target gives the original outputs on the inputs of the quantized model (output matching).
+
+    The layers before a linear are quantized already, so that its inputs X differ from the inputs Xf of the original
+    model. The weight W' = W + W (Xf - X)'X (X'X + l I)^-1 gives on X the outputs that are closest to W Xf. GPTQ then
+    rounds W' instead of W. A linear that adds to the residual stream also makes up for half of the error that the
+    stream has by then: that half is added to W (Xf - X).
+
+    W' - W is an estimate from a finite text and would do harm if that is short, so it is multiplied by the factor that
+    is best on held-out text, which is near 1 if there are many tokens for each of the K columns and falls towards 0 if
+    there are few.
+    """
+
+    name = "match"
+    summary = "error compensation that matches the outputs of the original layers, layer by layer"
+    follows_quantized = True
+
+    def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
+        target, details = matched(torch.cat(list(weights)), inputs)
+        return Rounded(compensate(target, grids, inputs.required_feedback), details)
+
+
+def matched(weight: Tensor, inputs: SharedInput) -> tuple[Tensor, dict[str, float]]:
+    """Return the weight whose outputs on X match the original outputs on Xf, and the factor of its change."""
+    statistics, held_out = inputs.statistics, inputs.held_out
+    lacking = statistics.output_drift
+    if statistics.drift is not None:
+        lacking = times(weight, statistics.drift)
+    if lacking is None:
+        return weight, {}
+    step = regress(lacking, inputs.required_feedback)
+    error = None if held_out is None else output_error(held_out, weight, lambda x, w: times(x, w.T.contiguous()))
+    factor = _factor(step, error, held_out, statistics.tokens)
+    return weight + factor * step, {"drift_factor": factor}
+
+
+def _factor(step: Tensor, error: Tensor | None, held_out: Rows | None, tokens: int) -> float:
+    """Return the factor from 0 to 1 of a change of the weight that removes most of an error of outputs."""
+    if error is None or held_out is None:
+        columns = step.shape[1]
+        return tokens / (tokens + TOKENS_PER_COLUMN * columns)
+    change = times(held_out.inputs, step.T.contiguous())
+    energy = float(change.square().sum())
+    return min(max(float((error * change).sum()) / energy, 0.0), 1.0) if energy > 0 else 0.0
+
+
+class Tune(Match):
+    """Output matching, and then training of all codes and of the norms (`minifloat.quantize.rounding.tuning`)."""
+
+    name = "tune"
+    summary = "match, then codes and norms trained together against the logits of the original model"
+    trains = True
+
+
+METHODS: dict[str, Method] = {method.name: method for method in (Nearest(), Gptq(), Match(), Tune())}
+
+
+def get_method(name: str) -> Method:
+    """Return the method `name`.
+
+    Raises:
+        UnknownNameError: If there is no such method; the message lists the valid names.
+    """
+    return lookup("method", name, METHODS)
