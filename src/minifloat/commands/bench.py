@@ -13,8 +13,8 @@ from minifloat.commands.options import (
     SPECULATE,
     complete_scheme,
     json_option,
-    print_json,
     revision_option,
+    show,
 )
 from minifloat.commands.options_from import GroupedCommand, build, options_from
 from minifloat.commands.report import add_to_report, no_report_option, require_folders, require_writable, write_page
@@ -93,7 +93,6 @@ def bench(
     from minifloat.evaluate.bench import bench_checkpoint
     from minifloat.evaluate.bench.document import document
     from minifloat.evaluate.bench.shapes import model_pair
-    from minifloat.report import terminal
 
     if (shape is None) == (out is None) or (out is None) != (baseline is None):
         raise UsageError("give OUT and --baseline MODEL, or --shape NAME and neither of them")
@@ -108,10 +107,7 @@ def bench(
         progress_bar(enabled=not as_json) as progress,
     ):
         result = bench_checkpoint(candidate, original, workload, options, progress=progress)
-    if as_json:
-        print_json(result)
-    else:
-        terminal.write(document(result))
+    show(result, document, as_json=as_json)
     if report is not None:
         write_page(report, document(result), err=as_json)
     if out is not None and not no_report:

@@ -12,8 +12,10 @@ from minifloat.commands.options import (
     MODEL,
     complete_scheme,
     json_option,
-    print_json,
+    override_options,
+    overrides_of,
     revision_option,
+    show,
 )
 
 
@@ -36,10 +38,7 @@ from minifloat.commands.options import (
     help="For a model that is not quantized: what to quantize it to.",
 )
 @click.option("--layout", metavar="NAME", help="With --scheme, as for `quantize`.")
-@click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
-@click.option(
-    "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
-)
+@override_options("With --scheme. ")
 @json_option()
 def check(
     model: str,
@@ -60,20 +59,15 @@ def check(
     """
     from minifloat.deploy.check import LoadVerdict, Target, check_checkpoint
     from minifloat.deploy.check.document import document
-    from minifloat.model.plan.overrides import KEEP
-    from minifloat.report import terminal
 
     report = check_checkpoint(
         model,
         Target.of(engine, hardware, tp, plugin),
-        overrides=[*override, *(f"{pattern}={KEEP}" for pattern in exclude)],
+        overrides=overrides_of(override, exclude),
         revision=revision,
         **of_scheme,
     )
-    if as_json:
-        print_json(report)
-    else:
-        terminal.write(document(report))
+    show(report, document, as_json=as_json)
     if report.failures:
         sys.exit(1)
     if report.verdict is LoadVerdict.UNKNOWN:

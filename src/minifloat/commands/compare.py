@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from minifloat.commands.options import (
     POSITIVE,
     env_option,
     json_option,
-    print_json,
     revision_option,
+    show,
     threads_option,
     use_threads,
 )
@@ -31,22 +31,8 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 #: Parameters that say nothing about a server.
-_NOT_FOR_SERVERS = (
-    "prompts",
-    "new_tokens",
-    "attribute",
-    "attribute_seconds",
-    "tasks",
-    "task_path",
-    "task_limit",
-    "variants",
-    "weight_only",
-    "kv_cache",
-    "lm_head",
-    "activations",
-    "resume",
-    "update_card",
-)
+_OF_MODELS = {field.name for field in fields(CompareOptions)} - {field.name for field in fields(ScoringOptions)}
+_NOT_FOR_SERVERS = _OF_MODELS | {"attribute_seconds", "update_card"}
 
 
 class _Fraction(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
@@ -135,7 +121,6 @@ def compare(
     use_threads(threads)
     from minifloat.commands.progress import progress_bar
     from minifloat.evaluate.compare.document import document
-    from minifloat.report import terminal
 
     shared = {"tolerance": build(Tolerance, values), "command": shlex.join(["minifloat", *sys.argv[1:]])}
     with progress_bar(enabled=not as_json) as progress:
@@ -152,10 +137,7 @@ def compare(
             _refuse_options_of_models()
             of_server = build(ServedOptions, values, model=values["served_model"], **shared)
             comparison = compare_served(baseline, served, data, of_server, progress=progress)
-    if as_json:
-        print_json(comparison)
-    else:
-        terminal.write(document(comparison))
+    show(comparison, document, as_json=as_json)
     if report is not None:
         write_page(report, document(comparison), err=as_json)
     for candidate in () if no_report or comparison.partial else candidates:
@@ -167,7 +149,7 @@ def compare(
 
 def _refuse_options_of_models() -> None:
     context = click.get_current_context()
-    for name in _NOT_FOR_SERVERS:
+    for name in sorted(_NOT_FOR_SERVERS):
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is about models that are loaded here, not about a server")

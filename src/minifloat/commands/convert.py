@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from minifloat.commands.options import FOLDER, MODEL, json_option, print_json, revision_option, verbose_option
+from minifloat.commands.options import FOLDER, MODEL, json_option, revision_option, show, verbose_option
 from minifloat.commands.options_from import build, options_from
 from minifloat.quantize.options import ConvertOptions
 
@@ -31,7 +32,6 @@ def convert(
     from minifloat.commands.progress import announce, progress_bar
     from minifloat.quantize.convert import convert_checkpoint
     from minifloat.quantize.convert.document import document
-    from minifloat.report import terminal
 
     with progress_bar(enabled=not (quiet or as_json), in_bytes=True) as progress:
         report = convert_checkpoint(
@@ -42,7 +42,4 @@ def convert(
             progress=progress,
             announce=None if quiet else announce,
         )
-    if as_json:
-        print_json(report)
-    elif not quiet:
-        terminal.write(document(report, verbose=verbose))
+    show(report, partial(document, verbose=verbose), as_json=as_json, quiet=quiet)

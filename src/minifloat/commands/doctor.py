@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from minifloat.commands.options import json_option, print_json
+from minifloat.commands.options import json_option, show
 
 
 @click.command()
@@ -17,10 +17,6 @@ def doctor(as_json: bool) -> None:
     """
     from minifloat.deploy.diagnosis import doctor as examine
     from minifloat.deploy.diagnosis import document
-    from minifloat.report import terminal
 
     diagnosis = examine()
-    if as_json:
-        print_json(diagnosis)
-    else:
-        terminal.write(document(diagnosis))
+    show(diagnosis, document, as_json=as_json)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
 
-from minifloat.commands.options import FOLDER, MODEL, json_option, print_json, revision_option, verbose_option
+from minifloat.commands.options import FOLDER, MODEL, json_option, print_json, revision_option, show, verbose_option
 from minifloat.commands.report import require_writable, write_page
 
 
@@ -30,13 +31,9 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
         return
     from minifloat.model.layouts.document import document
     from minifloat.model.layouts.inspection import inspect_checkpoint
-    from minifloat.report import terminal
 
     inspection = inspect_checkpoint(model, revision=revision)
-    if as_json:
-        print_json(inspection)
-    else:
-        terminal.write(document(inspection, verbose=verbose))
+    show(inspection, partial(document, verbose=verbose), as_json=as_json)
     if plot is not None:
         from minifloat.model.layouts.document import inspected_document
 

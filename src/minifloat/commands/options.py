@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
+if TYPE_CHECKING:
+    from minifloat.report.document import Document
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_Params = TypeVar("_Params")
+_Result = TypeVar("_Result", bound="Report")
 
 #: MODEL: a folder, or ORG/NAME[@REVISION]. The text stays as typed: ``./NAME`` is a folder, ``NAME`` may be a hub id.
 MODEL = click.Path()
@@ -127,3 +130,38 @@ def use_threads(threads: int | None) -> None:
 def print_json(report: Report | Mapping[str, Any]) -> None:
     """Print a report, or JSON values, as JSON."""
     click.echo(json.dumps(report if isinstance(report, Mapping) else report.to_dict(), indent=2))
+
+
+def show(result: _Result, document: Callable[[_Result], Document], *, as_json: bool, quiet: bool = False) -> None:
+    """Print a result: as JSON, or its document; nothing where `quiet` is set."""
+    if as_json:
+        print_json(result)
+    elif not quiet:
+        from minifloat.report import terminal
+
+        terminal.write(document(result))
+
+
+def override_options(condition: str = "") -> Callable[[_Command], _Command]:
+    """Return the options ``--override`` and ``--exclude``."""
+
+    def decorate(command: _Command) -> _Command:
+        exclude = click.option(
+            "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
+        )
+        override = click.option(
+            "--override",
+            multiple=True,
+            metavar="REGEX=SCHEME|bf16",
+            help=f"{condition}For modules that match; the last wins.",
+        )
+        return override(exclude(command))
+
+    return decorate
+
+
+def overrides_of(override: Iterable[str], exclude: Iterable[str]) -> tuple[str, ...]:
+    """Return the overrides of ``--override`` and ``--exclude``."""
+    from minifloat.model.plan.overrides import KEEP
+
+    return (*override, *(f"{pattern}={KEEP}" for pattern in exclude))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from minifloat.commands.options import MODEL, complete_scheme, json_option, print_json, revision_option
+from minifloat.commands.options import MODEL, complete_scheme, json_option, revision_option, show
 from minifloat.commands.options_from import build, options_from
 from minifloat.deploy.options import PlanOptions
 
@@ -34,10 +34,6 @@ def plan(model: str, revision: str | None, scheme: str, hardware: str, as_json: 
     """
     from minifloat.deploy.estimate import plan_model
     from minifloat.deploy.estimate.document import document
-    from minifloat.report import terminal
 
     planned = plan_model(model, scheme, hardware, build(PlanOptions, values), revision=revision)
-    if as_json:
-        print_json(planned)
-    else:
-        terminal.write(document(planned))
+    show(planned, document, as_json=as_json)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minifloat.commands.options import json_option, print_json
+from minifloat.commands.options import json_option, show
 from minifloat.commands.options_from import build, options_from
 from minifloat.deploy.options import PushOptions
 
@@ -26,12 +26,8 @@ def push(folder: str, repo_id: str, as_json: bool, **values: Any) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     from minifloat.deploy.publish import document, push_checkpoint
-    from minifloat.report import terminal
 
     if as_json or not sys.stderr.isatty():
         disable_progress_bars()
     report = push_checkpoint(folder, repo_id, build(PushOptions, values))
-    if as_json:
-        print_json(report)
-    else:
-        terminal.write(document(report))
+    show(report, document, as_json=as_json)

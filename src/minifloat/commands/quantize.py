@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,15 @@ from minifloat.commands.options import (
     SIZE,
     complete_scheme,
     json_option,
-    print_json,
+    override_options,
+    overrides_of,
     revision_option,
+    show,
     verbose_option,
 )
 from minifloat.commands.options_from import build, options_from
 from minifloat.commands.report import draw_report, no_report_option
 from minifloat.errors import UsageError
-from minifloat.model.plan.overrides import KEEP
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 from minifloat.quantize.options import QuantizeOptions
 
@@ -49,10 +51,7 @@ def _scheme_help() -> str:
     metavar="NAME",
     help=f"What to quantize to; with a budget the cheapest format.  [default: {DEFAULT_SCHEME}; mxfp4 with a budget]",
 )
-@click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="For modules that match; the last wins.")
-@click.option(
-    "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
-)
+@override_options()
 @click.option("--stats", type=FOLDER, help="Statistics of `calibrate`; with --method gptq their Hessians.")
 @click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
 @click.option(
@@ -97,7 +96,6 @@ def quantize(**values: Any) -> None:
     from minifloat.quantize.document import document
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.report import data_hint
-    from minifloat.report import terminal
 
     params = SimpleNamespace(**values)
     if params.dry_run:
@@ -115,10 +113,7 @@ def quantize(**values: Any) -> None:
             progress=progress,
             announce=None if params.quiet else announce,
         )
-    if params.as_json:
-        print_json(report)
-    elif not params.quiet:
-        terminal.write(document(report, verbose=params.verbose))
+    show(report, partial(document, verbose=params.verbose), as_json=params.as_json, quiet=params.quiet)
     if not params.no_report:
         draw_report(params.out, err=params.as_json, quiet=params.quiet)
     if not (params.as_json or params.quiet) and (hint := data_hint(report)):
@@ -130,7 +125,6 @@ def _preview(params: SimpleNamespace) -> None:
     from minifloat.calibration.result import Calibration
     from minifloat.quantize.document import preview_document
     from minifloat.quantize.preview import preview_quantization
-    from minifloat.report import terminal
 
     _data(params)  # raises for options that contradict each other
     preview = preview_quantization(
@@ -143,10 +137,7 @@ def _preview(params: SimpleNamespace) -> None:
         else Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation),
         calibrates=bool(params.sources or params.data),
     )
-    if params.as_json:
-        print_json(preview)
-    elif not params.quiet:
-        terminal.write(preview_document(preview, verbose=params.verbose))
+    show(preview, partial(preview_document, verbose=params.verbose), as_json=params.as_json, quiet=params.quiet)
     if not preview.fits_on_disk:
         sys.exit(2)
 
@@ -156,7 +147,7 @@ def _options(params: SimpleNamespace, method: str | None = None) -> QuantizeOpti
     return build(
         QuantizeOptions,
         vars(params),
-        overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
+        overrides=overrides_of(params.override, params.exclude),
         method=method,
         budget=_budget(params),
         kv_cache=params.kv_cache is not None,

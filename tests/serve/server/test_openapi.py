@@ -18,6 +18,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from serving import MODEL, Client
 
+import minifloat.serve.server
+
 #: Not `positive_data_acceptance`: a schema cannot say that a prompt must fit the context, or that min_tokens is at most
 #: max_tokens.
 CHECKS = [
@@ -62,3 +64,7 @@ def test_the_document_names_the_model_and_bounds_its_tokens(client: Client) -> N
 
 def test_there_are_no_pages_that_load_scripts_from_elsewhere(client: Client) -> None:
     assert client.get("/docs").status == client.get("/redoc").status == 404
+
+
+def test_every_exported_name_resolves() -> None:
+    assert all(getattr(minifloat.serve.server, name) is not None for name in minifloat.serve.server.__all__)

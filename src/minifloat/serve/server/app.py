@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
-from minifloat.serve.server import completions, routes
+from minifloat.serve.server import routes
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.http_server import Server, address, fitting_connections
 from minifloat.serve.server.middleware import Guard, RequestLog
@@ -57,7 +57,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         responses={},
     )
     app.state.service = service
-    app.include_router(completions.router)
+    app.include_router(routes.openai_router)
     app.include_router(routes.router)
     _describe_when_asked(app, settings.model_name, service.info.vocab_size)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
