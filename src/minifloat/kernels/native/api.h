@@ -229,7 +229,7 @@ struct minifloat_rotary {
     float scaling;        // of cosines and sines
 };
 
-// What the gate of an MLP passes through; kernels/decoder/mlp.py defines the functions.
+// What the gate of an MLP passes through; kernels/decoder/reference.py defines the functions.
 enum minifloat_activation_kind {
     MINIFLOAT_SILU = 0,
     MINIFLOAT_GELU = 1,       // by the error function
@@ -299,7 +299,7 @@ enum minifloat_values {
     MINIFLOAT_VALUES_LATENT = 3,  // the first `rank` dimensions of the keys as the cache has them (minifloat_latent)
 };
 
-// Latent attention: all heads share one key [latent | rotated]; kernels/decoder/latent.py describes it.
+// Latent attention: all heads share one key [latent | rotated]; kernels/decoder/attention.py describes it.
 struct minifloat_latent {
     struct minifloat_norm q_norm;   // of the product's queries, before q_up
     struct minifloat_norm kv_norm;  // of the latent

@@ -1,4 +1,4 @@
-// Latent attention before and after attention itself (kernels/decoder/latent.py): one key of all heads for each token,
+// Latent attention before and after attention itself (kernels/decoder/attention.py): one key of all heads for each token,
 // and queries that the matrices of keys have been multiplied into.
 #pragma once
 

@@ -58,9 +58,9 @@ struct Buffers {
 };
 
 // Divides a buffer into arrays; with a null buffer it only counts the bytes.
-class Cutter {
+class Arena {
   public:
-    explicit Cutter(uint8_t* memory) : memory_(memory) {}
+    explicit Arena(uint8_t* memory) : memory_(memory) {}
 
     template <class T>
     void take(T*& pointer, int64_t count, int64_t bytes = sizeof(T)) {
@@ -119,37 +119,37 @@ struct Widths {
     }
 };
 
-int64_t cut(const minifloat_step_args& a, uint8_t* memory, Buffers& b) {
+int64_t divide(const minifloat_step_args& a, uint8_t* memory, Buffers& b) {
     const minifloat_decoder& d = *a.decoder;
     const Widths widths(d);
     const int64_t tokens = max(a.token_count, a.logit_count), bytes = dtype_bytes(d.dtype);
-    Cutter cutter(memory);
-    cutter.take(b.x, tokens * d.hidden);
-    cutter.take(b.kept, a.logit_count * d.hidden);
-    cutter.take(b.turns, tokens * widths.turns);
-    cutter.take(b.q, tokens * widths.q);
-    cutter.take(b.token_blocks, tokens);
-    cutter.take(b.normed, tokens * d.hidden, bytes);
-    cutter.take(b.wide, tokens * max(widths.wide, d.hidden), bytes);
-    cutter.take(b.narrow, tokens * widths.narrow, bytes);
-    cutter.take(b.y, max(tokens * widths.rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
-    cutter.take(b.projected, d.inputs == nullptr ? 0 : a.token_count * d.layer_count * d.inputs->size, bytes);
-    cutter.take(b.sums, widths.sums * tokens * d.hidden);
+    Arena arena(memory);
+    arena.take(b.x, tokens * d.hidden);
+    arena.take(b.kept, a.logit_count * d.hidden);
+    arena.take(b.turns, tokens * widths.turns);
+    arena.take(b.q, tokens * widths.q);
+    arena.take(b.token_blocks, tokens);
+    arena.take(b.normed, tokens * d.hidden, bytes);
+    arena.take(b.wide, tokens * max(widths.wide, d.hidden), bytes);
+    arena.take(b.narrow, tokens * widths.narrow, bytes);
+    arena.take(b.y, max(tokens * widths.rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
+    arena.take(b.projected, d.inputs == nullptr ? 0 : a.token_count * d.layer_count * d.inputs->size, bytes);
+    arena.take(b.sums, widths.sums * tokens * d.hidden);
     if (widths.latent_heads > 0) {
-        cutter.take(b.low, tokens * widths.low, bytes);
-        cutter.take(b.heads, tokens * widths.each_head, bytes);
-        cutter.take(b.head_offsets, widths.latent_heads + 1);
-        cutter.take(b.head_rows, tokens * widths.latent_heads);
+        arena.take(b.low, tokens * widths.low, bytes);
+        arena.take(b.heads, tokens * widths.each_head, bytes);
+        arena.take(b.head_offsets, widths.latent_heads + 1);
+        arena.take(b.head_rows, tokens * widths.latent_heads);
     }
     if (widths.experts > 0) {
-        cutter.take(b.routing.scores, tokens * 2 * round_up(widths.experts, kLanes));
-        cutter.take(b.routing.weights, tokens * widths.rows);
-        cutter.take(b.routing.chosen, tokens * widths.rows);
-        cutter.take(b.routing.offsets, widths.experts + 1);
-        cutter.take(b.routing.rows, tokens * widths.rows);
-        cutter.take(b.routing.place, tokens * widths.rows);
+        arena.take(b.routing.scores, tokens * 2 * round_up(widths.experts, kLanes));
+        arena.take(b.routing.weights, tokens * widths.rows);
+        arena.take(b.routing.chosen, tokens * widths.rows);
+        arena.take(b.routing.offsets, widths.experts + 1);
+        arena.take(b.routing.rows, tokens * widths.rows);
+        arena.take(b.routing.place, tokens * widths.rows);
     }
-    return cutter.used();
+    return arena.used();
 }
 
 class Step {
@@ -172,7 +172,7 @@ class Step {
             } else {
                 add_and_norm_all(attended, layer.mlp_norm);
             }
-            pending = layer.experts == nullptr ? mlp(layer) : layer.experts->norms == nullptr ? experts(layer) : beside(layer);
+            pending = layer.experts == nullptr ? mlp(layer) : layer.experts->norms == nullptr ? experts(layer) : experts_and_mlp(layer);
             if (layer.input != nullptr || layer.scalar != 1.0f) pending = finish(layer, i, pending);
         }
         add_and_norm_all(pending, d_.norm);
@@ -226,23 +226,29 @@ class Step {
         if (status_ == MINIFLOAT_OK) status_ = status;
     }
 
-    void multiply(const minifloat_product& p, const uint8_t* x, int64_t cols, uint8_t* y, int64_t y_cols) {
-        minifloat_linear_args args = {};
-        args.weights = p.weights;
-        args.biases = p.biases;
+    // Runs a product of rows of `cols` elements, whose weights, biases and rows `args` has.
+    template <class Args>
+    void multiply(int32_t (*product)(const Args&), Args& args, const uint8_t* x, int64_t cols, uint8_t* y, int64_t y_cols) {
         args.x = x;
         args.y = y;
         args.x_stride = cols;
         args.y_stride = y_cols;
-        args.m = rows_;
-        args.count = p.count;
         args.x_dtype = d_.dtype;
-        args.bias_dtype = p.bias_dtype;
         args.threads = a_.threads;
         args.int8_inputs = d_.int8_inputs;
         args.batch_invariant = d_.batch_invariant;
-        fail(linear(args));
+        fail(product(args));
         watch_.lap(MINIFLOAT_STEP_LINEARS);
+    }
+
+    void multiply(const minifloat_product& p, const uint8_t* x, int64_t cols, uint8_t* y, int64_t y_cols) {
+        minifloat_linear_args args = {};
+        args.weights = p.weights;
+        args.biases = p.biases;
+        args.bias_dtype = p.bias_dtype;
+        args.count = p.count;
+        args.m = rows_;
+        multiply(linear, args, x, cols, y, y_cols);
     }
 
     // Multiplies the given rows of x into y; if `rows` is null, row t of x.
@@ -254,17 +260,8 @@ class Step {
         args.bias_dtype = p.bias_dtype;
         args.offsets = b_.routing.offsets;
         args.x_rows = rows;
-        args.x = x;
-        args.y = y;
-        args.x_stride = cols;
-        args.y_stride = y_cols;
         args.experts = e.router.experts;
-        args.x_dtype = d_.dtype;
-        args.threads = a_.threads;
-        args.int8_inputs = d_.int8_inputs;
-        args.batch_invariant = d_.batch_invariant;
-        fail(moe(args));
-        watch_.lap(MINIFLOAT_STEP_LINEARS);
+        multiply(moe, args, x, cols, y, y_cols);
     }
 
     void attention(const minifloat_layer& layer, int64_t index) {
@@ -354,17 +351,8 @@ class Step {
         args.weights = weights;
         args.offsets = b_.head_offsets;
         args.x_rows = rows;
-        args.x = x;
-        args.y = y;
-        args.x_stride = cols;
-        args.y_stride = y_cols;
         args.experts = static_cast<int32_t>(heads);
-        args.x_dtype = d_.dtype;
-        args.threads = a_.threads;
-        args.int8_inputs = d_.int8_inputs;
-        args.batch_invariant = d_.batch_invariant;
-        fail(moe(args));
-        watch_.lap(MINIFLOAT_STEP_LINEARS);
+        multiply(moe, args, x, cols, y, y_cols);
     }
 
     // Keeps the rows whose logits are requested in the residual stream, and in the input of the MLP if that is the input
@@ -429,7 +417,7 @@ class Step {
     }
 
     // Experts and an MLP with norms of their own; adds to the residual stream itself.
-    Result beside(const minifloat_layer& layer) {
+    Result experts_and_mlp(const minifloat_layer& layer) {
         const minifloat_experts& e = *layer.experts;
         const minifloat_expert_norms& norms = *e.norms;
         const int64_t count = rows_ * d_.hidden;
@@ -500,9 +488,9 @@ class Step {
 
 int32_t step(const minifloat_step_args& a) {
     Buffers buffers = {};
-    void* memory = minifloat::scratch(minifloat::kScratchStep, cut(a, nullptr, buffers));
+    void* memory = minifloat::scratch(minifloat::kScratchStep, divide(a, nullptr, buffers));
     if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
-    cut(a, static_cast<uint8_t*>(memory), buffers);
+    divide(a, static_cast<uint8_t*>(memory), buffers);
     return Step(a, buffers).run();
 }
 

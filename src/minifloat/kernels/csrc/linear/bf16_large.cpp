@@ -9,7 +9,7 @@ namespace MINIFLOAT_ISA {
 namespace {
 
 // Keeps the decoded vectors of a unit.
-struct Keep {
+struct StoreDecoded {
     uint8_t* tiles;
     void line(const uint8_t* p) const { _mm_prefetch(reinterpret_cast<const char*>(p + kNearBytes), _MM_HINT_T0); }
     void keep(int tile, int pair, __m512i w) const {
@@ -43,7 +43,7 @@ struct Large {
                 ahead.w.unit();
                 ahead.x.unit();
                 if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
-                add_half<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), x, dots, Keep{tiles});
+                add_half<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), x, dots, StoreDecoded{tiles});
                 if (u & 1) step += units.step_bytes;
             }
         } else {

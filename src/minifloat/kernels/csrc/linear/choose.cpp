@@ -4,7 +4,7 @@
 namespace MINIFLOAT_ISA {
 
 extern const Path kFloatPath, kFewRowsPath, kDigitsPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath,
-    kBf16SmallPath, kBf16TallPath, kBf16LargePath, kMmlaPath, kInt8Path, kBf16InvariantPath, kFewRowsInvariantPath;
+    kBf16SmallPath, kBf16MediumPath, kBf16LargePath, kMmlaPath, kInt8Path, kBf16InvariantPath, kFewRowsInvariantPath;
 
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                              [[maybe_unused]] int32_t x_dtype) {
@@ -25,12 +25,12 @@ namespace {
 
 constexpr int64_t kMaxPaired = 3;  // up to it the small path has two chains of sums, and the invariant one
 constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers, with two vectors of W
-constexpr int64_t kMaxTall = 48;   // the same with one vector of W: two tiles
+constexpr int64_t kMaxMedium = 48;   // the same with one vector of W: two tiles
 
 const Path& choose_invariant_bf16_path(const Weight& w, int64_t m) {
     // Where blocks of columns have scales, the other paths sum them in another order.
     if (m <= kMaxPaired || (m > kMaxSmall && w.grid == MINIFLOAT_GRID_BLOCK)) return kBf16InvariantPath;
-    return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxTall ? kBf16TallPath : kBf16LargePath;
+    return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxMedium ? kBf16MediumPath : kBf16LargePath;
 }
 
 #endif
@@ -53,9 +53,9 @@ const Path& choose_invariant_path([[maybe_unused]] const Weight& w, [[maybe_unus
 }  // namespace
 
 const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
-                        [[maybe_unused]] int32_t x_dtype, const Freedom& freedom) {
-    if (freedom.batch_invariant) return choose_invariant_path(w, m, x_dtype);
-    if (const Path* path = freedom.int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
+                        [[maybe_unused]] int32_t x_dtype, const Allowed& allowed) {
+    if (allowed.batch_invariant) return choose_invariant_path(w, m, x_dtype);
+    if (const Path* path = allowed.int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
 #if defined(__AVX512F__)
     [[maybe_unused]] const bool is_bf16 = x_dtype == MINIFLOAT_BF16;
 #if defined(__AMX_BF16__)
@@ -87,7 +87,7 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
 #elif defined(__AVX512BF16__)
     // Batch-invariant where that is not slower: so are BF16 and E4M3, except blocks of columns with scales.
     if (is_bf16 && m <= kMaxPaired) return kBf16InvariantPath;
-    if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxTall ? kBf16TallPath : kBf16LargePath;
+    if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxMedium ? kBf16MediumPath : kBf16LargePath;
 #endif
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     if (x_dtype == MINIFLOAT_BF16) return kMmlaPath;

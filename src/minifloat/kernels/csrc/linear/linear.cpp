@@ -132,7 +132,7 @@ int32_t check(const uint8_t* const* weights, int64_t count) {
 Weight view_of(const uint8_t* packed) { return view(*reinterpret_cast<const Header*>(packed)); }
 
 template <class Args>
-Freedom freedom_of(const Args& a) {
+Allowed allowed_by(const Args& a) {
     return {a.int8_inputs != 0, a.batch_invariant != 0};
 }
 
@@ -142,7 +142,7 @@ int64_t prepared_bytes(const minifloat_moe_args& a, int32_t e) {
     const int64_t m = rows_of(a, e);
     if (m == 0) return 0;
     const Weight w = view_of(a.weights[e]);
-    return align(choose_path(w, m, a.x_dtype, freedom_of(a)).prepared_bytes(w, m, a.x_dtype));
+    return align(choose_path(w, m, a.x_dtype, allowed_by(a)).prepared_bytes(w, m, a.x_dtype));
 }
 
 // Checks the experts that have rows; looking at the others would cost a cache miss each.
@@ -186,7 +186,7 @@ int32_t run_wave(const minifloat_moe_args& a, int32_t begin, int32_t end, int64_
         const bool shares = before != nullptr && same_input(before->x, in);  // all experts of a single token do
         uint8_t* prepared = shares ? before->prepared : memory + call.prepared_bytes;
         if (!shares) call.prepared_bytes += prepared_bytes(a, e);
-        const Path& path = choose_path(w, m, a.x_dtype, freedom_of(a));
+        const Path& path = choose_path(w, m, a.x_dtype, allowed_by(a));
         call.jobs[call.count++] = {w, in, out, &path, prepared, !shares, 0, 0, 0};
     }
     return call.count == 0 ? static_cast<int32_t>(MINIFLOAT_OK) : run(call, a.threads);
@@ -198,7 +198,7 @@ int32_t linear(const minifloat_linear_args& a) {
     const int32_t status = check(a.weights, a.count);
     if (status != MINIFLOAT_OK || a.m == 0) return status;
     const Weight first = view_of(a.weights[0]);
-    const Path& path = choose_path(first, a.m, a.x_dtype, freedom_of(a));
+    const Path& path = choose_path(first, a.m, a.x_dtype, allowed_by(a));
     Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), 0, 1};
     const int64_t job_bytes = align(a.count * static_cast<int64_t>(sizeof(Job)));
     const int64_t bytes_needed = job_bytes + call.prepared_bytes;

@@ -40,14 +40,14 @@ struct Path {
     int64_t piece_panels = 1;
 };
 
-// How a caller limits the choice.
-struct Freedom {
+// What a caller allows a path to do.
+struct Allowed {
     bool int8_inputs;      // paths may round x
     bool batch_invariant;  // one path for every m, which gives a row the same bits whatever the others are
 };
 
 // Returns the fastest path of this instruction set for m rows of x. Batch-invariant calls do not round x.
-const Path& choose_path(const Weight& w, int64_t m, int32_t x_dtype, const Freedom& freedom);
+const Path& choose_path(const Weight& w, int64_t m, int32_t x_dtype, const Allowed& allowed);
 
 // Returns the path that rounds x for m rows, or null where there is none, or where it is slower than the others.
 const Path* choose_int8_path(const Weight& w, int64_t m, int32_t x_dtype);

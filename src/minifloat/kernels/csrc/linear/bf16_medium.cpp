@@ -11,7 +11,7 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-struct Tall {
+struct MediumTiles {
     static constexpr int kRows = 24, kFewestRows = kDotRows - 1;
     static constexpr int64_t kChunkSteps = 4, kSums = kRows * kPanelRows;
     static constexpr bool kKeeps = false, kAhead = false;
@@ -94,8 +94,8 @@ struct Tall {
 
 }  // namespace
 
-extern const Path kBf16TallPath = {"bf16 tall", ChunkPath<Tall>::prepared_bytes, ChunkPath<Tall>::prepare,
-                                   ChunkPath<Tall>::multiply};
+extern const Path kBf16MediumPath = {"bf16 medium", ChunkPath<MediumTiles>::prepared_bytes, ChunkPath<MediumTiles>::prepare,
+                                   ChunkPath<MediumTiles>::multiply};
 
 }  // namespace MINIFLOAT_ISA
 
