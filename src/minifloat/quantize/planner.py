@@ -35,7 +35,7 @@ from minifloat.errors import TensorError, UsageError
 from minifloat.kernels import processors
 from minifloat.model.layouts import choose_writer, get_writer
 from minifloat.model.layouts.contradictions import refuse_contradictions
-from minifloat.model.layouts.decoded import plain_view
+from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_view
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.share import require_share
@@ -116,6 +116,7 @@ class Planner:
         caster: Caster,
     ) -> None:
         self.stored, self.checkpoint, self.options, self.caster = stored, checkpoint, options, caster
+        self.decoded = checkpoint if isinstance(checkpoint, DecodedCheckpoint) else None
         self.overrides = list(overrides)
         self._plans: dict[Scheme, QuantizationPlan] = {}
         self._target = None if options.target is None else Target.parse(options.target)
@@ -125,7 +126,7 @@ class Planner:
         plan = make_plan(self.checkpoint, scheme, layout, overrides, mtp=self.options.mtp)
         if not self.options.allow_partial:
             require_share(plan)
-        return with_dequantized_copies(plan, self.checkpoint)
+        return plan if self.decoded is None else with_dequantized_copies(plan, self.decoded)
 
     def with_overrides(self, overrides: Sequence[Override]) -> Planner:
         """Return the planner of the same source with other overrides."""

@@ -152,10 +152,8 @@ def _refuse_nan(stored: StoredWeight, codes: Bytes) -> None:
             raise NonFiniteError(stored.codes, f"{count} codes are NaN; the checkpoint is damaged")
 
 
-def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:
+def with_dequantized_copies(plan: QuantizationPlan, source: DecodedCheckpoint) -> QuantizationPlan:
     """Return the plan with the quantized weights that it copies dequantized to the dtype of config.json."""
-    if not isinstance(source, DecodedCheckpoint):
-        return plan
     copied = [tensor for tensor in plan.tensors if not tensor.parts and tensor.source.name in source.weights]
     _refuse_single_experts(source, [module_name(tensor.source) for tensor in copied])
     dtype = plain_dtype(source.config)
@@ -178,11 +176,9 @@ def _refuse_single_experts(source: DecodedCheckpoint, modules: Sequence[str]) ->
 
 
 def dropped_tensors(
-    source: Checkpoint, pool: ThreadPoolExecutor, digest: Callable[[Checkpoint, TensorInfo], str]
+    source: DecodedCheckpoint, pool: ThreadPoolExecutor, digest: Callable[[Checkpoint, TensorInfo], str]
 ) -> tuple[TensorReport, ...]:
     """Return the report of tensors that have no place in the output: scales of inputs and of the KV cache."""
-    if not isinstance(source, DecodedCheckpoint):
-        return ()
     futures = [(info, pool.submit(digest, source.stored, info)) for info in source.dropped]
     return tuple(
         TensorReport(
@@ -192,10 +188,8 @@ def dropped_tensors(
     )
 
 
-def describe_source(source: Checkpoint, tensors: tuple[TensorReport, ...]) -> dict[str, Any] | None:
-    """Return the facts about a quantized source for the report, as JSON values; None for a plain source."""
-    if not isinstance(source, DecodedCheckpoint):
-        return None
+def describe_source(source: DecodedCheckpoint, tensors: tuple[TensorReport, ...]) -> dict[str, Any]:
+    """Return the facts about a quantized source for the report, as JSON values."""
     weights = source.description.weights.values()
     return {
         "layout": str(source.description.layout),

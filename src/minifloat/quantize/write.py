@@ -81,7 +81,7 @@ def write_run(
     started: float | None = None,
 ) -> QuantizeReport:
     started = time.perf_counter() if started is None else started
-    options, recipe = run.planner.options, run.recipe
+    options, decoded, recipe = run.planner.options, run.planner.decoded, run.recipe
     with CheckpointWriter(
         destination,
         fingerprint=fingerprint(run.planner.stored, recipe, _constants(run.plan)),
@@ -92,9 +92,10 @@ def write_run(
         with worker_pool(processors.workers(options.workers), writer) as pool:
             job = QuantizeJob.of(run, writer, pool, progress)
             tensors = tuple(TensorReport.from_dict(entry) for entry in job.run())
-            tensors += dropped_tensors(run.checkpoint, pool, copy_digest)
+            if decoded is not None:
+                tensors += dropped_tensors(decoded, pool, copy_digest)
         names = _engine_names(run.checkpoint, run.plan)
-        source_facts = describe_source(run.checkpoint, tensors)
+        source_facts = None if decoded is None else describe_source(decoded, tensors)
         report = QuantizeReport(
             source=str(source),
             destination=str(destination),
@@ -175,11 +176,13 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     """One run over all shards.
 
     Attributes:
+        decoded: The source, if it is quantized.
         rounded: The output tensors that were made with data; None: there are none.
     """
 
     plan: QuantizationPlan
     caster: Caster
+    decoded: DecodedCheckpoint | None = None
     rounded: RoundedOutput | None = None
     amaxes: dict[str, float] = field(default_factory=dict, init=False)
     copied: frozenset[str] = field(default=frozenset(), init=False)
@@ -194,24 +197,32 @@ class QuantizeJob(RewriteJob[TensorPlan]):
             metadata[ROUNDING] = str(run.rounded.recipe["method"])
         elif not run.planner.options.from_quantized:  # such a source may have codes already, which are kept
             metadata[ROUNDING] = NEAREST
-        shards = dict(run.plan.by_shard())
-        return cls(run.checkpoint, writer, pool, shards, metadata, progress, run.plan, run.planner.caster, run.rounded)
+        shards, planner = dict(run.plan.by_shard()), run.planner
+        return cls(
+            run.checkpoint,
+            writer,
+            pool,
+            shards,
+            metadata,
+            progress,
+            run.plan,
+            planner.caster,
+            planner.decoded,
+            run.rounded,
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rounded is None and isinstance(self.checkpoint, DecodedCheckpoint):
-            self.copied = copied_codes(self.checkpoint, self.plan)
+        if self.rounded is None and self.decoded is not None:
+            self.copied = copied_codes(self.decoded, self.plan)
 
     def sources(self, item: TensorPlan) -> Sequence[TensorInfo]:
-        """Return the one source tensor."""
         return (item.source,)
 
     def outputs(self, item: TensorPlan) -> Sequence[OutputTensor]:
-        """Return the codes, scales and constants, or the copy."""
         return item.outputs
 
     def digests(self, item: TensorPlan) -> dict[str, Future[str]]:
-        """Hash the rows of each weight, or the tensor that is copied."""
         if not item.parts:
             return {item.source.name: self.pool.submit(copy_digest, self.checkpoint, item.source)}
         return {
@@ -227,8 +238,8 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         if not item.parts:
             if self.rounded is not None and item.source.name in self.rounded.model:
                 return [self.pool.submit(write_rounded_copy, self.checkpoint, item.source, shard, self.rounded.model)]
-            if item.dtype is not None and isinstance(self.checkpoint, DecodedCheckpoint):
-                return [self.pool.submit(dequantize_copy, self.checkpoint, item.source, item.dtype, shard)]
+            if item.dtype is not None and self.decoded is not None:
+                return [self.pool.submit(dequantize_copy, self.decoded, item.source, item.dtype, shard)]
             return [self.pool.submit(copy_tensor, self.checkpoint, item.source, shard, self.caster)]
         return [self._submit_part(item.source, part, shard) for part in item.parts]
 
@@ -236,13 +247,12 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         """Hand one weight to the pool: its codes that were chosen with data, or its cast."""
         if self.rounded is not None and part.tensors.codes.name in self.rounded.model:
             return self.pool.submit(write_rounded_part, self.checkpoint, source, part, shard, self.rounded.model)
-        if part.module in self.copied and isinstance(self.checkpoint, DecodedCheckpoint):
-            return self.pool.submit(copy_codes, self.checkpoint, source, part, shard)
+        if self.decoded is not None and part.module in self.copied:
+            return self.pool.submit(copy_codes, self.decoded, source, part, shard)
         amax = self.amaxes.get(part.group)
         return self.pool.submit(quantize_part, self.checkpoint, source, part, amax, shard, self.caster)
 
     def entries(self, item: TensorPlan, results: list[Any]) -> list[dict[str, Any]]:
-        """Return a row for each weight, or one for the copy."""
         source_bytes = self.checkpoint.stored_bytes(item.source)
         if not item.parts:
             changed = self.rounded is not None and item.source.name in self.rounded.model

@@ -50,6 +50,7 @@ from minifloat.quantize.options import ConvertOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded
 
+_METADATA = {"format": "pt", "minifloat": __version__}
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
 
@@ -75,9 +76,6 @@ def convert_checkpoint(
         progress: Called from this thread as work completes.
         announce: Called before anything is written with each note on engines that will answer wrongly.
 
-    Returns:
-        The report on every tensor.
-
     Raises:
         UsageError: An argument is wrong; nothing was written.
         ConversionError: The layout cannot hold the checkpoint without loss; nothing was written.
@@ -86,16 +84,14 @@ def convert_checkpoint(
         TensorError: A tensor holds NaN or Inf; it is named and nothing is left behind.
         StorageError: The system refused to read or write; the work folder stays, and the same call continues.
     """
-    options = options or ConvertOptions()
     started = time.perf_counter()
-    _check(layout, options)
+    _check(layout, options := options or ConvertOptions())
     with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
         plan = _plan(checkpoint, layout, options)
         engines = check_output(checkpoint, plan, MODEL)
-        warnings = tuple(warnings_of(engine_verdicts(engines)))
-        if announce is not None:
-            for warning in warnings:
+        for warning in (warnings := tuple(warnings_of(engine_verdicts(engines)))):
+            if announce is not None:
                 announce(warning)
         with CheckpointWriter(
             destination,
@@ -105,8 +101,7 @@ def convert_checkpoint(
             check_record=record_check(TENSOR_ROW),
         ) as writer:
             with worker_pool(processors.workers(options.workers), writer) as pool:
-                metadata = {"format": "pt", "minifloat": __version__}
-                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), metadata, progress)
+                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress)
                 tensors = _in_order_of_source(checkpoint, job.run())
             report = replace(
                 _report(checkpoint, plan, tensors, (*warnings, *restart_notes(writer))),
@@ -183,22 +178,18 @@ class ConvertJob(RewriteJob[Conversion]):
     """One run of `convert_checkpoint` over all shards."""
 
     def sources(self, item: Conversion) -> Sequence[TensorInfo]:
-        """Return the source tensors."""
         return item.sources
 
     def outputs(self, item: Conversion) -> Sequence[OutputTensor]:
         return _outputs([item])
 
     def digests(self, item: Conversion) -> dict[str, Future[str]]:
-        """Hash each source tensor."""
         return {info.name: self.pool.submit(copy_digest, self.checkpoint, info) for info in item.sources}
 
     def submit(self, item: Conversion, shard: ShardWriter | None) -> list[Future[Any]]:
-        """Hand the conversion to the pool."""
         return [self.pool.submit(run_conversion, self.checkpoint, item, shard)]
 
     def entries(self, item: Conversion, results: list[Any]) -> list[dict[str, Any]]:
-        """Return a row for each source tensor; the output is counted with the first."""
         (digests,) = results
         action = _ACTIONS.get(item.change, "converted")
         changes = () if item.change in (Change.KEEP, Change.DROP, Change.MOVE) else (item.change.value,)
