@@ -1,6 +1,6 @@
-"""The engine on a CPU: the decoder in C++, built from a plan and a checkpoint, and its runner.
+"""The engine on a CPU: the decoder in C++, built from a layout and a checkpoint, and its runner.
 
-`decoder.py` builds it, `weights.py` and `layers.py` its parts, `runner.py` is the interface to the engine.
+`decoder.py` builds it, `weights.py` packs its weights, `runner.py` is the interface to the engine.
 """
 
 from minifloat.engine.native.decoder import build_native_decoder
