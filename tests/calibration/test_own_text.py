@@ -319,7 +319,7 @@ def test_the_models_own_text_is_mixed_with_other_sources_by_weight(llama_folder:
     with Checkpoint.open(llama_folder) as checkpoint:
         mixed = load_texts(checkpoint, ["self#weight=3", text], options)
     own = write(llama_folder, samples=6, seq_len=16)
-    real = load_calibration_data(text, load_tokenizer(llama_folder), samples=8, seq_len=16)
+    real = load_calibration_data(text, load_tokenizer(llama_folder), TextOptions(samples=8, seq_len=16))
     assert {*own.sequences} <= {*mixed.sequences}
     assert len({*mixed.sequences} - {*own.sequences}) == 2
     (first, second) = mixed.record["sources"]
@@ -352,7 +352,7 @@ def test_odd_ways_to_ask_for_own_text_are_refused(llama_folder: Path) -> None:
     with pytest.raises(UnknownNameError):
         load("self#seed=1")
     with pytest.raises(DataError, match="serves calibration only"):
-        load_calibration_data("self", load_tokenizer(llama_folder), samples=2, seq_len=8)
+        load_calibration_data("self", load_tokenizer(llama_folder), TextOptions(samples=2, seq_len=8))
 
 
 @pytest.mark.parametrize("max_memory", [None, 300_000], ids=["whole model", "layer by layer"])
@@ -368,7 +368,7 @@ def test_calibrate_keeps_the_text_beside_the_statistics(llama_folder: Path, tmp_
     arguments = ["calibrate", str(llama_folder), str(tmp_path / "a.safetensors"), "--data", "self", "--samples", "4"]
     result = CliRunner().invoke(main, [*arguments, "--seq-len", "8"])
     assert result.exit_code == 0, result.output
-    assert "self: kind self, weight 1.0, sequences 4, tokens 32" in result.output
+    assert "self: kind self, weight 1.0, sequences 4, tokens 32" in " ".join(result.output.split())
     text = read_token_file(tmp_path / "a.self.safetensors")
     assert text is not None
     assert np.array_equal(text.tokens, np.array(write(llama_folder, samples=4, seq_len=8).sequences))

@@ -45,9 +45,9 @@ def test_the_two_runs_of_one_open_model_have_the_statistics_of_separate_runs(
     model_type: str, max_memory: int | None, make_model: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     folder = make_model(tmp_path / "model", model_type)
-    data = load_calibration_data([text], load_tokenizer(folder), samples=20, seq_len=32)
-    kept, held_out = data.held_out(0.25)
     run = CalibrateOptions(samples=20, seq_len=32, held_out=0.25, max_memory=max_memory)
+    data = load_calibration_data([text], load_tokenizer(folder), run)
+    kept, held_out = data.held_out(0.25)
     collected = calibrate(folder, [text], run)
     assert collected.stats == calibrate_set(folder, kept, run)
     assert collected.held_out == calibrate_set(folder, held_out, replace(run, histogram=True))
