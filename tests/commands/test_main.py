@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from minifloat.commands.main import COMMANDS, main
 from minifloat.commands.options import SIZE
 from minifloat.commands.serve import serve
+from minifloat.engine.options import EngineOptions
 from minifloat.serve.server.settings import ServerSettings
 
 BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
@@ -367,6 +368,25 @@ def test_a_timeout_of_serve_reaches_the_server(option: str, monkeypatch: pytest.
     assert run("serve", tmp_path, option, "7.5").exit_code == 0
     (settings,) = served
     assert settings == replace(ServerSettings(settings.model_name), **{name: 7.5})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], EngineOptions()),
+        (["--speculate"], EngineOptions(speculate="self")),
+        (["--speculate", "--draft-tokens", "3"], EngineOptions(speculate="self", draft_tokens=3)),
+        (["--speculate", "prompt", "--no-prefix-cache"], EngineOptions(speculate="prompt", prefix_cache=False)),
+    ],
+    ids=str,
+)
+def test_the_options_of_serve_reach_the_engine(
+    arguments: list[str], options: EngineOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("minifloat.serve.server.start.serve_checkpoint", lambda *given, **__: served.append(given[2]))
+    assert run("serve", tmp_path, *arguments).exit_code == 0
+    assert served == [options]
 
 
 def test_compare_writes_a_report_and_the_cards_of_candidates(llama_folder: Path, tmp_path: Path) -> None:
