@@ -203,12 +203,6 @@ def finite_or_none(value: float) -> float | None:
     return round(value, 3) if math.isfinite(value) else None
 
 
-def worst(tensors: Sequence[TensorReport], count: int) -> list[TensorReport]:
-    """Return the quantized tensors with the lowest SQNR, lowest first."""
-    with_stats = [(tensor.stats.sqnr_db, tensor) for tensor in tensors if tensor.stats is not None]
-    return [tensor for _, tensor in sorted(with_stats, key=lambda pair: pair[0])[:count]]
-
-
 #: Sequences and tokens of the default text, the held-out part included.
 _SEQUENCES, _TOKENS = 284, 284 * 256
 #: The operations that grow with the text, over those of one forward pass; one pass is for writing the text.
