@@ -56,6 +56,17 @@ def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_source_files_that_documents_name_exist() -> None:
+    places = [ROOT, ROOT / "src" / "minifloat", ROOT / "src" / "minifloat" / "kernels"]
+    missing = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        for name in re.findall(r"`(\w+(?:/\w+)+\.(?:py|cpp|h))`", page.read_text(encoding="utf-8"))
+        if not any((place / name).exists() for place in places)
+    ]
+    assert missing == []
+
+
 def test_the_tests_of_threats_that_the_page_names_exist() -> None:
     named = set(re.findall(r"test_\w+\.py", (ROOT / "docs" / "serving.md").read_text()))
     assert len(named) > 5
