@@ -134,9 +134,8 @@ def quantize(case: Case, source: Path, work: Path, scheme: str, **options: Any) 
     """Quantize, and compare every tensor of the output with the source."""
     folder = work / scheme
     try:
-        quantize_checkpoint(
-            source, folder, scheme, QuantizeOptions(workers=1, from_quantized=case.stored is not None, **options)
-        )
+        how = QuantizeOptions(workers=1, from_quantized=case.stored is not None)
+        quantize_checkpoint(source, folder, scheme, how, **options)
     except Exception as error:
         return Outcome.refused(error), None
     tensors = decoded_tensors(source)

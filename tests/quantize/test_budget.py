@@ -46,8 +46,10 @@ def data(text: Path) -> DataOptions:
     return DataOptions([text], TEXT)
 
 
-def within(model: Path, out: Path, text: Path, budget: Budget, **options: Any) -> QuantizeReport:
-    return quantize_checkpoint(model, out, options=QuantizeOptions(budget=budget, **options), data=data(text))
+def within(
+    model: Path, out: Path, text: Path, budget: Budget, scheme: str | None = None, **options: Any
+) -> QuantizeReport:
+    return quantize_checkpoint(model, out, scheme, QuantizeOptions(budget=budget, **options), data=data(text))
 
 
 def digests(folder: Path) -> dict[str, str]:
