@@ -368,7 +368,7 @@ def test_calibrate_keeps_the_text_beside_the_statistics(llama_folder: Path, tmp_
     arguments = ["calibrate", str(llama_folder), str(tmp_path / "a.safetensors"), "--data", "self", "--samples", "4"]
     result = CliRunner().invoke(main, [*arguments, "--seq-len", "8"])
     assert result.exit_code == 0, result.output
-    assert "self: kind self, weight 1.0, sequences 4, tokens 32" in " ".join(result.output.split())
+    assert "self: kind self, weight 1.000, sequences 4, tokens 32" in " ".join(result.output.split())
     text = read_token_file(tmp_path / "a.self.safetensors")
     assert text is not None
     assert np.array_equal(text.tokens, np.array(write(llama_folder, samples=4, seq_len=8).sequences))
