@@ -89,12 +89,9 @@ def budgeted_output(
     kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
     with round_within_budget(
         checkpoint,
-        planner.plan,
         budget,
         formats,
-        overrides,
-        kept,
-        held_out,
+        (kept, held_out),
         data.rounding,
         _beside(destination, WORK_SUFFIX),
         progress,

@@ -13,7 +13,6 @@ import functools
 import itertools
 import os
 import platform
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,12 +62,10 @@ def compare_models(
     with quantized weights alone, which is what servers without FP8 hardware compute. Each run is a candidate of its
     own.
 
-    All models run at the same time and see the same tokens: in minifloat's engine where its decoders cover them all,
-    else by transformers' code (`minifloat.evaluate.compare.models` says when), so that a different order of summation
-    is not mistaken for a difference of the weights.
+    All models run at the same time: in minifloat's engine where its decoders cover them all, else by transformers' code
+    (`minifloat.evaluate.compare.models` says when).
 
-    After at least one batch of every text, Ctrl-C ends the measurement but not the function: the function returns the
-    results so far, and `Comparison.partial` is true.
+    After at least one batch of every text, Ctrl-C makes the function return the results so far (`Comparison.partial`).
 
     Args:
         baseline: A folder, a model of the hub, or a model from `minifloat.model.runtime.load.load`.
@@ -99,18 +96,12 @@ def compare_models(
     models = open_models(baseline, candidates, options, notes)
     tokenizer = common_tokenizer(models)
     corpus = cut_text(sources, models, tokenizer, options)
-    started = time.perf_counter()
     scoring = ModelsPass(models[0], models[1:], corpus)
     if options.resume is not None:
         scoring.log = MeasurementLog(options.resume, _settings(models, corpus, options), scoring.worst)
-    try:
-        scoring.run(progress)
-    except KeyboardInterrupt:
-        if scoring.empty:
-            raise
+    seconds = scoring.run_until_interrupted(progress)
     records = [model.record for model in models]
     results = [judged(scoring, index, record, tokenizer, options.tolerance) for index, record in enumerate(records[1:])]
-    seconds = time.perf_counter() - started
     if scoring.done == scoring.total:
         extra = _ExtraMeasurements(models, (baseline, *candidates), corpus, tokenizer, options, progress, notes)
         results = extra.add_to(results, tasks)

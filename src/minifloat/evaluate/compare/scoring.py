@@ -111,6 +111,16 @@ class ScoringPass(ABC):
         if self.log is not None:
             self.log.flush()
 
+    def run_until_interrupted(self, progress: Progress | None = None) -> float:
+        """Score until the end or Ctrl-C, which raises only before all texts have scores; return the seconds."""
+        started = time.perf_counter()
+        try:
+            self.run(progress)
+        except KeyboardInterrupt:
+            if self.empty:
+                raise
+        return time.perf_counter() - started
+
     @abstractmethod
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         """Return the scores of each candidate on a batch."""

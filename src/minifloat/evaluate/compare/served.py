@@ -10,7 +10,6 @@ divergence is then a lower bound, and every probability of the text is exact, be
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -91,13 +90,7 @@ def compare_served(
     context = listed.get("max_model_len")  # a server that lists it must have room for a token behind a window
     corpus = cut_text(sources, [model], tokenizer, settings, context - 1 if isinstance(context, int) else None)
     scoring = _ServedPass(model, served, corpus)
-    started = time.perf_counter()
-    try:
-        scoring.run(progress)
-    except KeyboardInterrupt:
-        if scoring.empty:
-            raise
-    seconds = time.perf_counter() - started
+    seconds = scoring.run_until_interrupted(progress)
     share = float(np.mean(np.concatenate(scoring.unnamed)))
     record = ModelRecord(
         f"{served.name} at {url}", None, "", served=ServedRecord(url, served.name, served.alternatives, share)

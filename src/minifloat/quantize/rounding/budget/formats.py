@@ -35,8 +35,10 @@ _LARGE = (1 << 16, 1 << 16)
 
 @dataclass(frozen=True)
 class Formats:
-    """What a mixture may consist of."""
+    """What a mixture may consist of; `user` are the overrides that hold in every mixture."""
 
+    planner: Planner
+    user: Sequence[Override]
     scheme: Scheme
     groups: Groups
     engines: tuple[str, ...]
@@ -65,6 +67,8 @@ def find_formats(
     roles = {_is_experts(group) for group in groups.groups}
     refused = [s for s in (*richer, None) if not any(s in allowed[experts] for experts in roles)]
     return Formats(
+        planner,
+        user,
         base,
         replace(groups, groups=limited),
         loading.names(plan),

@@ -27,7 +27,7 @@ from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import KEEP, Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.rounding.budget.formats import Formats, Planner, mixture
+from minifloat.quantize.rounding.budget.formats import Formats, mixture
 from minifloat.quantize.rounding.budget.groups import Group, Groups
 from minifloat.quantize.rounding.budget.knapsack import Frontier
 from minifloat.quantize.rounding.budget.target import Budget
@@ -134,18 +134,15 @@ class WithinBudget:
 @contextmanager
 def round_within_budget(
     checkpoint: Checkpoint,
-    planner: Planner,
     budget: Budget,
     formats: Formats,
-    user: Sequence[Override],
-    kept: CalibrationSet,
-    held_out: CalibrationSet,
+    texts: tuple[CalibrationSet, CalibrationSet],
     options: RoundingOptions,
     work_dir: Path,
     progress: Progress | None = None,
 ) -> Iterator[WithinBudget]:
-    """Round a model in the mixture of formats with the least damage within a budget."""
-    groups = formats.groups
+    """Round a model in the mixture of formats with the least damage within a budget; `texts`: kept and held out."""
+    groups, planner, user = formats.groups, formats.planner, formats.user
     request = GroupsToMeasure(
         {group.name: group.parts for group in groups.groups},
         list(dict.fromkeys(o.scheme for group in groups.groups for o in group.options if o.scheme is not None)),
@@ -157,9 +154,7 @@ def round_within_budget(
             folder = work_dir.with_name(f"{work_dir.name}-{run}")
             report = None if progress is None else partial(_report, progress, run)
             of_run, measured = (untrained, request) if run == 0 else (options, None)
-            return stack.enter_context(
-                round_checkpoint(checkpoint, plan, kept, held_out, of_run, folder, report, measured)
-            )
+            return stack.enter_context(round_checkpoint(checkpoint, plan, *texts, of_run, folder, report, measured))
 
         plan = planner(formats.scheme, user)
         first = rounded(plan, 0)
@@ -325,3 +320,14 @@ def _damages(groups: Sequence[Group], first: RoundedModel, scheme: Scheme) -> It
             0.0 if option.scheme is None else damage * errors.get(option.scheme.name, largest) / largest
             for option in group.options
         )
+
+
+def budget_chart(result: WithinBudget) -> str:
+    """Return the chart of KL divergence against bits per weight, as predicted and as measured, as an SVG file."""
+    from minifloat.report.document import Axis, Figure, Lines, Series
+    from minifloat.report.figures import draw
+
+    points = sorted((mixture.bits, mixture.kl) for mixture in result.measured)
+    series = [Series("least that the damages of groups predict", result.frontier), Series("measured", points)]
+    chart = Lines(series, Axis("bits per weight"), Axis("KL divergence, nats per token", log=True))
+    return draw(Figure("KL divergence from the original model on held-out text, by bits per weight", chart), alone=True)
