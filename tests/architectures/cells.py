@@ -27,6 +27,7 @@ from minifloat import (
     ConvertOptions,
     Engine,
     EngineOptions,
+    LoadOptions,
     SamplingParams,
     check_checkpoint,
     convert_checkpoint,
@@ -160,7 +161,7 @@ def quantize(case: Case, source: Path, work: Path, scheme: str, **options: Any) 
 def load_ours(quantized: Quantized) -> Outcome:
     """Load with `minifloat.load`, weight-only, in float32."""
     try:
-        model = load(quantized.folder, dtype=torch.float32, weight_only=True)
+        model = load(quantized.folder, LoadOptions(dtype=torch.float32, weight_only=True))
         return Outcome.of_error(plain.relative_error(plain.logits_of(model), quantized.logits))
     except Exception as error:
         return Outcome.refused(error)
@@ -316,8 +317,8 @@ def static(case: Case, source: Path, work: Path, stats: ActivationStats | None) 
     with _rounding(quantized, {module: round_static(scale) for module, scale in scales.items()}):
         expected = plain.logits_of(_eager(case, quantized))
     try:
-        model = load(quantized.folder, dtype=torch.float32)
-        weight_only = plain.logits_of(load(quantized.folder, dtype=torch.float32, weight_only=True))
+        model = load(quantized.folder, LoadOptions(dtype=torch.float32))
+        weight_only = plain.logits_of(load(quantized.folder, LoadOptions(dtype=torch.float32, weight_only=True)))
         with _products_of(model) as calls:
             found = plain.logits_of(model)
     except Exception as error:
