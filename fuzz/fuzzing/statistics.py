@@ -92,11 +92,11 @@ def _of_bf16(bits: bytes) -> np.ndarray:
 def _use_layer(path: Path) -> None:
     layer = read_saved_layer(path)
     for stage, (row, tokens) in enumerate(zip(layer.stages, layer.tokens, strict=True)):
-        assert len(row.slots) == len(tokens), "a stage has other tokens than slots"
-        for slot in range(len(tokens)):
-            layer.hessian(stage, slot)
-            layer.held_out(stage, slot)
-            layer.largest(stage, slot)
+        assert len(row.experts) == len(tokens), "a stage has other tokens than experts"
+        for expert in range(len(tokens)):
+            layer.hessian(stage, expert)
+            layer.held_out(stage, expert)
+            layer.largest(stage, expert)
 
 
 def _metadata(header: object) -> dict[str, str]:

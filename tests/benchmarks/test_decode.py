@@ -173,8 +173,8 @@ def test_every_tensor_of_the_shape_has_a_name_in_llama_cpp(monkeypatch: pytest.M
     import decode_models
 
     names = [decode_models.gguf_name(tensor.name) for tensor in shapes.get_shape("tinyllama-1.1b").tensors]
-    assert names[:3] == ["token_embd.weight", "blk.0.attn_q.weight", "blk.0.attn_k.weight"]
-    assert names[-2:] == ["output_norm.weight", "output.weight"]
+    whole = {"token_embd.weight", "blk.0.attn_q.weight", "blk.0.attn_k.weight", "output_norm.weight", "output.weight"}
+    assert whole - set(names) == set()
     assert len(set(names)) == len(names)
 
 

@@ -10,9 +10,9 @@ loses the answer. This module adds to it:
   more are accepted, on which `/health` is answered and all else is a 503;
 - lingering: after a refusal the client may send on for a while, so that it reads the answer.
 
-No library that we looked at has all of these. hypercorn 0.18 has one timeout per read, which a client that trickles
+No library whose source we read has all of these. hypercorn 0.18 has one timeout per read, which a client that trickles
 bytes renews, and none for a client that does not read; granian 2.8 has a deadline for HTTP/1 heads only, none for
-bodies, writes or idle connections, and stops to accept at its limit, so that silent sockets shut everybody out.
+bodies, writes or idle connections.
 
 Source: RFC 9112, section 9.6, on closing in stages.
 """
