@@ -40,9 +40,10 @@ def copy(llama_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
-def write(folder: Path, samples: int = 6, seq_len: int = 24, **options: Any) -> CalibrationSet:
+def write(folder: Path, samples: int = 6, seq_len: int = 24, seed: int = 0, **options: Any) -> CalibrationSet:
+    text = TextOptions(samples=samples, seq_len=seq_len, seed=seed)
     with Checkpoint.open(folder) as checkpoint:
-        return write_own_text(checkpoint, load_tokenizer(folder), samples=samples, seq_len=seq_len, **options)
+        return write_own_text(checkpoint, load_tokenizer(folder), text, **options)
 
 
 def edit_tokenizer(folder: Path, **values: Any) -> Path:
@@ -285,8 +286,10 @@ def test_a_copy_writes_the_text_where_memory_is_short(
 def test_bad_requests_are_refused(llama_folder: Path, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="129 tokens, but the model has 128 positions"):
         write(llama_folder, seq_len=129)
+    with pytest.raises(DataError, match="expected seq_len >= 3; got 2"):
+        write(begins_with_bos(Path(shutil.copytree(llama_folder, tmp_path / "bos"))), seq_len=2)
     for options in ({"samples": 0}, {"seq_len": 1}):
-        with pytest.raises(DataError, match="expected samples >= 1 and seq_len >= 2"):
+        with pytest.raises(UsageError, match=next(iter(options))):
             write(llama_folder, **options)
     quantize_checkpoint(llama_folder, tmp_path / "quantized", "fp8")
     with pytest.raises(AlreadyQuantizedError):

@@ -90,9 +90,7 @@ def load_texts(
         return write_own_text(
             checkpoint,
             tokenizer,
-            samples=samples,
-            seq_len=text.seq_len,
-            seed=text.seed,
+            replace(text, samples=samples),
             file=own_text_file,
             weights=weights,
             device=device,

@@ -37,6 +37,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.data import CalibrationSet, describe_sequences, fingerprint, sequence_prefix
 from minifloat.calibration.model import available_memory
+from minifloat.calibration.options import TextOptions
 from minifloat.calibration.readers import OWN_TEXT, first_line
 from minifloat.calibration.stats import ModelIdentity
 from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
@@ -69,23 +70,22 @@ class ShortMemoryError(UsageError):
 def write_own_text(
     checkpoint: Checkpoint,
     tokenizer: PreTrainedTokenizerBase,
+    options: TextOptions,
     *,
-    samples: int,
-    seq_len: int,
-    seed: int = 0,
     file: Path | None = None,
     weights: Path | None = None,
     device: str | torch.device = "cpu",
     max_num_seqs: int = _TOGETHER,
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Return text that the model writes, or a quantized copy of it in the folder `weights`."""
+    """Return text that the model writes, or a quantized copy of it in the folder `weights`; packing does not apply."""
+    samples, seq_len = options.samples, options.seq_len
     prefix = sequence_prefix(tokenizer)
-    _check(checkpoint, samples, seq_len, prefix)
+    _check(checkpoint, seq_len, prefix)
     identity = ModelIdentity.of(checkpoint)
     template = tokenizer.chat_template
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest() if template else None
-    settings = TextSettings(identity, seed, seq_len, fingerprint(tokenizer), digest)
+    settings = TextSettings(identity, options.seed, seq_len, fingerprint(tokenizer), digest)
     text = None if file is None else _kept(file, settings)
     if text is None or len(text.tokens) < samples:
         engine = Engine(
@@ -93,22 +93,22 @@ def write_own_text(
             EngineOptions(device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False),
             tokenizer=tokenizer,
         )
-        prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)
+        prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, options.seed, seq_len)
         text = _Writer(engine, prompts, settings, file, progress).write(samples, text)
         del engine
         gc.collect()  # the weights of the engine, before the caller loads the model
     return _calibration_set(text, samples)
 
 
-def _check(checkpoint: Checkpoint, samples: int, seq_len: int, prefix: list[int]) -> None:
+def _check(checkpoint: Checkpoint, seq_len: int, prefix: list[int]) -> None:
     if checkpoint.quantization_config is not None:
         raise AlreadyQuantizedError(
             f"{checkpoint.path} is quantized already; the original checkpoint writes the text, or its plain weights do "
             "(minifloat convert --dequantize)"
         )
     least = len(prefix) + 2
-    if samples < 1 or seq_len < least:
-        raise DataError(f"own text: expected samples >= 1 and seq_len >= {least}; got {samples} and {seq_len}")
+    if seq_len < least:
+        raise DataError(f"own text: expected seq_len >= {least}; got {seq_len}")
     positions = position_limit(plain_config(checkpoint))
     if positions is not None and seq_len > positions:
         raise DataError(f"own text: sequences of {seq_len} tokens, but the model has {positions} positions")
