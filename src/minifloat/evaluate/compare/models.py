@@ -110,11 +110,14 @@ class Model(ABC):
 class EngineModel(Model):
     """A checkpoint in an engine."""
 
-    def __init__(self, name: str, folder: str, options: EngineOptions) -> None:
-        self.name, self.folder = name, folder
-        self.engine = Engine(folder, options)
+    def __init__(self, name: str, checkpoint: Checkpoint, options: EngineOptions) -> None:
+        self.name, self.folder, self._checkpoint = name, str(checkpoint.path), checkpoint
+        self.engine = Engine(checkpoint.path, options, checkpoint=checkpoint)
         info = self.engine.info
         self.vocab_size, self.dtype, self.longest = info.vocab_size, info.dtype, info.max_model_len
+
+    def headers(self) -> Checkpoint:
+        return self._checkpoint
 
     @property
     def record(self) -> ModelRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
@@ -35,31 +36,34 @@ def open_models(
     baseline: ModelLike, candidates: Sequence[ModelLike], options: CompareOptions, notes: list[str]
 ) -> list[Model]:
     """Return the baseline, then each candidate as declared and, if the options request them, its other variants."""
-    models = (baseline, *candidates)
-    reason = _why_no_engine(models, options)
-    if not reason:
-        try:
-            return _in_engines([str(model) for model in models], options)
-        except UsageError as error:  # if it is about the options, transformers' way ends with it too
-            reason = str(error)
-    _LOG.info("transformers' code runs the models: %s", reason)
-    return [*open_in_transformers(baseline, candidates, options, notes)]
+    with ExitStack() as stack:
+        opened = [
+            None
+            if isinstance(model, PreTrainedModel)
+            else stack.enter_context(Checkpoint.open(model_folder(model, revision=None if at else options.revision)))
+            for at, model in enumerate((baseline, *candidates))
+        ]
+        checkpoints = [checkpoint for checkpoint in opened if checkpoint is not None]
+        reason = "a model is loaded already" if len(checkpoints) < len(opened) else _why_no_engine(checkpoints, options)
+        if not reason:
+            try:
+                return _in_engines([str(model) for model in (baseline, *candidates)], checkpoints, options)
+            except UsageError as error:  # if it is about the options, transformers' way ends with it too
+                reason = str(error)
+        _LOG.info("transformers' code runs the models: %s", reason)
+        return [*open_in_transformers(baseline, candidates, options, notes, opened)]
 
 
-def _why_no_engine(models: Sequence[ModelLike], options: CompareOptions) -> str:
+def _why_no_engine(checkpoints: Sequence[Checkpoint], options: CompareOptions) -> str:
     if native.load() is None and options.device == "cpu":
         return "the kernels of this processor are missing"
-    for number, model in enumerate(models):
-        if isinstance(model, PreTrainedModel):
-            return "a model is loaded already"
-        revision = None if number else options.revision
-        with Checkpoint.open(model_folder(model, revision=revision)) as checkpoint:
-            if describe(checkpoint).quantizes_inputs and not options.weight_only:
-                return f"{model} declares quantized inputs"
+    for checkpoint in checkpoints:
+        if describe(checkpoint).quantizes_inputs and not options.weight_only:
+            return f"{checkpoint.path} declares quantized inputs"
     return ""
 
 
-def _in_engines(names: Sequence[str], options: CompareOptions) -> list[Model]:
+def _in_engines(names: Sequence[str], checkpoints: Sequence[Checkpoint], options: CompareOptions) -> list[Model]:
     is_long = options.window is not None and options.window > _SHORT_WINDOW
     common = EngineOptions(
         device=options.device,
@@ -71,37 +75,41 @@ def _in_engines(names: Sequence[str], options: CompareOptions) -> list[Model]:
         runner="native" if options.device == "cpu" else "device",
         impl=options.impl,
     )
-    folders = [str(model_folder(name, revision=options.revision if not at else None)) for at, name in enumerate(names)]
-    plain = [replace(common, kv_cache_dtype=_plain_cache(folder, options)) for folder in folders]
-    models: list[Model] = [EngineModel(names[0], folders[0], plain[0])]
-    for name, folder, unrounded in list(zip(names, folders, plain, strict=True))[1:]:
+    plain = [replace(common, kv_cache_dtype=_plain_cache(checkpoint, options)) for checkpoint in checkpoints]
+    models: list[Model] = [EngineModel(names[0], checkpoints[0], plain[0])]
+    for name, checkpoint, unrounded in list(zip(names, checkpoints, plain, strict=True))[1:]:
         unrounded = replace(unrounded, lm_head=options.lm_head, activations=options.activations)
         cache = unrounded.kv_cache_dtype if options.kv_cache == "none" else options.kv_cache
-        models.append(EngineModel(name, folder, replace(unrounded, kv_cache_dtype=cache)))
+        models.append(EngineModel(name, checkpoint, replace(unrounded, kv_cache_dtype=cache)))
         if options.variants and models[-1].record.kv_cache is not None:
-            models.append(EngineModel(f"{name} (KV cache not rounded)", folder, unrounded))
+            models.append(EngineModel(f"{name} (KV cache not rounded)", checkpoint, unrounded))
     return models
 
 
-def _plain_cache(folder: str, options: CompareOptions) -> Literal["float32", "bfloat16"]:
+def _plain_cache(checkpoint: Checkpoint, options: CompareOptions) -> Literal["float32", "bfloat16"]:
     """Return the dtype of a KV cache that does not round keys and values of a model."""
     if options.dtype is not None:
         return "float32" if options.dtype == "float32" else "bfloat16"
-    with Checkpoint.open(folder) as checkpoint:
-        dtype = StoredTensors(checkpoint, describe(checkpoint)).dtype()
+    dtype = StoredTensors(checkpoint, describe(checkpoint)).dtype()
     return "float32" if dtype == torch.float32 else "bfloat16"
 
 
 def open_in_transformers(
-    baseline: ModelLike, candidates: Sequence[ModelLike], options: CompareOptions, notes: list[str]
+    baseline: ModelLike,
+    candidates: Sequence[ModelLike],
+    options: CompareOptions,
+    notes: list[str],
+    opened: Sequence[Checkpoint | None] | None = None,
 ) -> list[TransformersModel]:
-    """Load the models as transformers models; candidates with their variants, as `open_models`."""
+    """Load the models as transformers models, from checkpoints that are open if there are any, as `open_models`."""
+    checkpoints = [None] * (1 + len(candidates)) if opened is None else opened
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     load = LoadOptions(dtype=dtype, device=options.device, impl=options.impl, weight_only=options.weight_only)
     own = replace(load, lm_head=options.lm_head, activations=options.activations)
-    models = [TransformersModel.of(baseline, load, options.revision)]
-    for candidate in candidates:
-        model = TransformersModel.of(candidate, own, read_kv_scales=options.kv_cache != "none")
+    models = [TransformersModel.of(baseline, load, options.revision, checkpoint=checkpoints[0])]
+    for candidate, checkpoint in zip(candidates, checkpoints[1:], strict=True):
+        scales = options.kv_cache != "none"
+        model = TransformersModel.of(candidate, own, read_kv_scales=scales, checkpoint=checkpoint)
         if isinstance(candidate, PreTrainedModel):
             models.append(model)
             continue

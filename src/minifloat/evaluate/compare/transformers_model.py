@@ -13,7 +13,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -87,6 +87,7 @@ class TransformersModel(Model):
         revision: str | None = None,
         *,
         read_kv_scales: bool = False,
+        checkpoint: Checkpoint | None = None,
     ) -> TransformersModel:
         """Load a folder or a model of the hub or wrap a loaded model."""
         if isinstance(model, PreTrainedModel):
@@ -95,7 +96,7 @@ class TransformersModel(Model):
             name = str(model.config.name_or_path)
             return cls(name, name, model, nbytes)
         folder = model_folder(model, revision=revision)
-        with Checkpoint.open(folder) as checkpoint:
+        with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
             description = describe(checkpoint)
             scales = kv_scales(checkpoint, description) if read_kv_scales else None
