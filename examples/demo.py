@@ -25,11 +25,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from minifloat.evaluate.compare.pages.words import verdict_line
-
 import minifloat
 from minifloat.calibration.options import TextOptions
 from minifloat.evaluate.checkpoint_report import document, read_results
+from minifloat.evaluate.compare.words import verdict_line
 from minifloat.report import terminal
 from minifloat.report.text import size_text
 from minifloat.serve.client import Connection, ServerError
