@@ -1,9 +1,10 @@
 """Compare the output that a page shows with the output of its command.
 
 Words and integers have to be equal. Processors add BF16 products in another order, so that a number with a decimal
-point may differ by 5% or by 3 units of the last digit that the page shows, and in a line with percentages by 0.15 of
-them; a percentage without decimals by 1. Times, rates, ids, dates are not compared. A line ``...`` stands for any
-lines, ``...`` at the end of a line for its rest. The width of columns does not count.
+point may differ by 5% or by 3 units of the last digit that the page shows. A percentage, and the ends of its interval,
+may differ by 0.15 points or a fifth of its interval, and by 1 where either side has no decimals. Times,
+rates, ids, dates are not compared. A line ``...`` stands for any lines, ``...`` at the end of a line for its rest. The
+width of columns does not count.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from itertools import zip_longest
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-#: A percentage without decimals, with its interval if it has one.
-_WHOLE_PERCENT = re.compile(r"(?<![\w.,])[-+]?\d{1,3}%(?: \[[-+]?\d{1,3}, [-+]?\d{1,3}\])?")
+#: A percentage, with its interval if it has one.
+_PERCENTAGE = re.compile(r"(?<![\w.,])[-+]?\d[\d,]*(?:\.\d+)?%(?: \[[-+\d.,]+, [-+\d.,]+\])?")
 _TIME = re.compile(
     r"(?<![\w.])\d[\d,.]*(?:e[-+]\d+)? ?(?:s|ms|us|min|minutes?|seconds?|hours?|[KMG]i?B/s|tokens?/s|per second)(?!\w)"
 )
@@ -34,7 +35,7 @@ class Tolerance:
     Attributes:
         relative: Largest difference, as a part of the page's number.
         units: The same, in units of the last digit that the page shows; the larger counts.
-        points: The same, for numbers of one or two decimals in a line with percentages, in percentage points.
+        points: The same, of percentages, in percentage points.
         integers: Whether integers may differ too.
         vary: Whether any number will do.
     """
@@ -74,18 +75,30 @@ def normalized(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
-def _same_number(shown: str, printed: str, allowed: Tolerance, *, percentages: bool) -> bool:
+def _same_number(shown: str, printed: str, allowed: Tolerance, points: float = 0.0) -> bool:
     if shown == printed or allowed.vary:
         return True
-    if re.fullmatch(r"[-+]?[\d,]+", shown) and not allowed.integers:
+    if re.fullmatch(r"[-+]?[\d,]+", shown) and not allowed.integers and not points:
         return False
     a, b = (float(number.replace(",", "")) for number in (shown, printed))
     mantissa, _, exponent = shown.replace(",", "").partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    largest = max(allowed.relative * abs(a), allowed.units * 10.0 ** (int(exponent or 0) - decimals))
-    if percentages and decimals in (1, 2):
-        largest = max(largest, allowed.points)
-    return abs(a - b) <= largest * (1 + 1e-9)
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    return abs(a - b) <= max(allowed.relative * abs(a), allowed.units * unit * (not points), points) * (1 + 1e-9)
+
+
+def _same_percentages(shown: str, printed: str, allowed: Tolerance) -> bool:
+    pairs = zip_longest(_PERCENTAGE.findall(shown), _PERCENTAGE.findall(printed), fillvalue="")
+    for one, other in pairs:
+        points = allowed.points if "." in one and "." in other else 1.0
+        numbers = [re.findall(r"[-+]?\d[\d,]*(?:\.\d+)?(?=[%\],])", text) for text in (one, other)]
+        if len(numbers[0]) != len(numbers[1]):
+            return False
+        if len(numbers[0]) == 3:  # the ends of an interval are as unsure as it is wide
+            low, high = (float(number.replace(",", "")) for number in numbers[0][1:])
+            points = max(points, 0.2 * (high - low))
+        if not all(_same_number(a, b, allowed, points) for a, b in zip(*numbers, strict=True)):
+            return False
+    return True
 
 
 def same_line(shown: str, printed: str, allowed: Tolerance = DEFAULT_TOLERANCE) -> bool:
@@ -97,14 +110,13 @@ def same_line(shown: str, printed: str, allowed: Tolerance = DEFAULT_TOLERANCE) 
         shown, printed = " ".join(words), " ".join(printed.split()[: len(words)])
     if allowed.vary:  # a rate may be finer or coarser, and a column may be empty
         return _words(shown) == _words(printed)
+    if not _same_percentages(shown, printed, allowed):
+        return False
+    shown, printed = (_PERCENTAGE.sub("%", line) for line in (shown, printed))
     if _NUMBER.sub("0", shown) != _NUMBER.sub("0", printed):
         return False
-    percentages = (re.findall(r"[-+]?\d+", " ".join(_WHOLE_PERCENT.findall(line))) for line in (shown, printed))
-    if any(abs(int(a) - int(b)) > 1 for a, b in zip(*percentages, strict=False)):
-        return False
-    rest = (_WHOLE_PERCENT.sub("%", line) for line in (shown, printed))
-    pairs = zip_longest(*map(_NUMBER.findall, rest), fillvalue="")
-    return all(_same_number(a, b, allowed, percentages="%" in shown) for a, b in pairs)
+    pairs = zip_longest(_NUMBER.findall(shown), _NUMBER.findall(printed), fillvalue="")
+    return all(_same_number(a, b, allowed) for a, b in pairs)
 
 
 def _words(line: str) -> list[str]:
