@@ -719,3 +719,12 @@ def test_statistics_of_row_slabs_add_up_to_those_of_the_whole() -> None:
 def test_statistics_of_an_empty_weight_are_neutral() -> None:
     empty, codes = torch.ones(0, 64), torch.ones(0, 64, dtype=torch.uint8)
     assert cast_stats(empty, codes, torch.ones(0, 2), WeightSpec(E4M3, GROUP_32)) == CastStats()
+
+
+def test_the_error_of_the_search_is_never_above_that_of_floor() -> None:
+    blocks = search_blocks()
+    codes = search_e8m0_scales(blocks, GROUP_32, E2M1).flatten()
+    floors = e8m0_scales(amax(blocks, GROUP_32), E2M1, ScaleRule.FLOOR).flatten()
+    searched, floor = errors_in_float64(blocks, codes, E2M1), errors_in_float64(blocks, floors, E2M1)
+    assert bool((searched <= floor * (1 + 1e-5)).all())
+    assert int((searched < floor).sum()) > len(blocks) // 20
