@@ -104,8 +104,28 @@ TENSOR_ROW: Check = exact_fields(
 )
 
 
+class TensorsReport(ShortReport):
+    """A report with one row per tensor, each with its action and its bytes in source and output."""
+
+    tensors: Sequence[Any]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors in the source."""
+        return sum(tensor.source_bytes for tensor in self.tensors)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all tensors in the output."""
+        return sum(tensor.output_bytes for tensor in self.tensors)
+
+    def count(self, action: str) -> int:
+        """Return how many tensors have an action: ``"copied"``, ``"dropped"``, ``"quantized"``, ``"converted"``."""
+        return sum(tensor.action == action for tensor in self.tensors)
+
+
 @dataclass(frozen=True, repr=False)
-class QuantizeReport(ShortReport):
+class QuantizeReport(TensorsReport):
     """The result of `quantize_checkpoint`.
 
     Attributes:
@@ -148,20 +168,6 @@ class QuantizeReport(ShortReport):
             "SQNR": f"{sqnr:.1f} dB" if math.isfinite(sqnr) else "exact",
             "written to": self.destination,
         }
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes of all tensors in the source."""
-        return sum(tensor.source_bytes for tensor in self.tensors)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of all tensors in the output."""
-        return sum(tensor.output_bytes for tensor in self.tensors)
-
-    def count(self, action: str) -> int:
-        """Return the number of tensors with an action: ``"quantized"``, ``"copied"`` or ``"dropped"``."""
-        return sum(tensor.action == action for tensor in self.tensors)
 
     @property
     def quantized(self) -> tuple[TensorReport, ...]:

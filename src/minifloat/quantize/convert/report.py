@@ -7,7 +7,7 @@ from typing import Any
 
 from minifloat.checkpoint.schema import Check, exact_fields, natural, or_null, text
 from minifloat.deploy.check.deployment import EngineVerdict
-from minifloat.report.document import ShortReport
+from minifloat.quantize.report import TensorsReport
 
 #: Version of the JSON that `ConvertReport.to_dict` returns.
 SCHEMA_VERSION = 1
@@ -54,7 +54,7 @@ class Rounding:
 
 
 @dataclass(frozen=True, repr=False)
-class ConvertReport(ShortReport):
+class ConvertReport(TensorsReport):
     """The result of `convert_checkpoint`.
 
     Attributes:
@@ -92,20 +92,6 @@ class ConvertReport(ShortReport):
             "tensors": str(len(self.tensors)),
             "written to": self.destination,
         }
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes of all tensors in the source."""
-        return sum(tensor.source_bytes for tensor in self.tensors)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of all tensors in the output."""
-        return sum(tensor.output_bytes for tensor in self.tensors)
-
-    def count(self, action: str) -> int:
-        """Return the number of tensors with an action: ``"converted"``, ``"copied"`` or ``"dropped"``."""
-        return sum(tensor.action == action for tensor in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON values that are saved beside the weights; without times, equal runs write equal files."""
