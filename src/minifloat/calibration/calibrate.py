@@ -1,8 +1,7 @@
 """A calibration from text sources to files: what `minifloat calibrate` and `quantize --calibration` run.
 
 A fraction of the sequences is held out: the scales come from the other sequences, and the histograms of the held-out
-ones show how much those scales would saturate (`calibration.result`). Text that the model itself wrote is kept in
-``NAME.self.safetensors``.
+ones show how much those scales would saturate (`calibration.result`).
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def load_texts(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> CalibrationSet:
-    """Return the sequences of all sources, mixed by weight, held-out ones included.
-
-    The model writes the source `self`, or a quantized copy of it in the folder `weights`.
-    """
+    """Return the sequences of all sources, mixed by weight, held-out ones included."""
     tokenizer = _tokenizer(checkpoint, sources)
 
     def own_text(samples: int) -> CalibrationSet:

@@ -1,7 +1,6 @@
 """Convergence of calibration: how each scale moved from sequence to sequence, and whether it has settled.
 
-A scale has settled when more text of the same kind no longer changes it. For text of another kind, use
-`scales.saturation` on held-out text.
+A scale has settled when more text of the same kind no longer changes it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,7 @@ DEFAULT_WINDOW = 32
 
 @dataclass(frozen=True)
 class Convergence:
-    """How one scale moved.
-
-    Attributes:
-        settled_after: Number of sequences after which the scale stayed within the tolerance of its final value; None
-            if the scale has not settled.
-    """
+    """How one scale moved."""
 
     settled_after: int | None
     change: float
@@ -67,10 +61,7 @@ def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE, element: ElementFormat =
 def settled(
     trajectory: npt.NDArray[np.floating], tolerance: float = DEFAULT_TOLERANCE, window: int = DEFAULT_WINDOW
 ) -> bool:
-    """Return whether the scale stayed within `tolerance` of its final value over the last `window` sequences.
-
-    The tolerance is relative to the final value. With no more than `window` sequences the answer is False.
-    """
+    """Return whether the scale stayed within `tolerance` of its final value over the last `window` sequences."""
     return _convergence(trajectory, tolerance, window).settled
 
 
@@ -81,10 +72,7 @@ def convergence_report(
     tolerance: float = DEFAULT_TOLERANCE,
     window: int = DEFAULT_WINDOW,
 ) -> ConvergenceReport:
-    """Return how the scales of a model moved over the sequences, in order.
-
-    A sequence without a token for a module leaves the module's scale unchanged.
-    """
+    """Return how the scales of a model moved over the sequences, in order."""
     scales = {}
     for name, module in stats.inputs.items():
         reached = module.tokens > 0
@@ -108,10 +96,7 @@ def _convergence(trajectory: npt.NDArray[np.floating], tolerance: float, window:
 
 
 def _over_all_sequences(trajectory: Floats, reached: npt.NDArray[np.bool_]) -> Floats:
-    """Return a trajectory over all sequences: a sequence that did not reach the module repeats the scale before it.
-
-    The scale is 0 before the first sequence that reached the module.
-    """
+    """Return a trajectory over all sequences: a sequence that did not reach the module repeats the scale before it."""
     steps = np.concatenate([np.zeros(1, np.float32), trajectory])
     repeated: Floats = steps[np.cumsum(reached)]
     return repeated

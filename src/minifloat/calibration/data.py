@@ -1,12 +1,7 @@
 """The calibration set: text as sequences of token ids, with a record of its origin.
 
 Activation scales are only as good as the text that they were measured on, so the record holds the sources, the hash of
-the text and the number of tokens. A source is read in blocks of at most 4,096 documents or 16 Mi characters, only as
-far as the samples need (`minifloat.calibration.readers`), and the seed shuffles the documents within a block. A large
-file therefore contributes its beginning. Sequences are never padded, so padding cannot reach the statistics; those of
-several sources are spread evenly by weight. The source `self` is text that the model itself writes.
-
-Not done: cleaning, deduplication, and judging whether the text resembles what the model will see.
+the text and the number of tokens.
 """
 
 from __future__ import annotations

@@ -77,10 +77,7 @@ def document(
 
 
 def _by_kind(inputs: Sequence[InputSummary]) -> dict[str, list[InputSummary]]:
-    """Return the modules of all layers that read the same kind of input, by their names in a layer.
-
-    A key looks like ``self_attn.q_proj / k_proj / v_proj``.
-    """
+    """Return the modules of all layers that read the same kind of input, by their names in a layer."""
     groups: dict[str, list[InputSummary]] = {}
     for row in inputs:
         groups.setdefault(fused_group(name_in_layer(row.module)), []).append(row)

@@ -1,13 +1,6 @@
 """The inputs of single experts in transformers' modules of stacked experts.
 
-transformers has several implementations of stacked experts. Most of them multiply for all experts at once, so the
-inputs of a single expert cannot be observed. Two kinds of modules are understood:
-
-- Routed: the classes that `use_experts_implementation` decorates. An implementation in this module, which computes the
-  same as the eager one, runs one expert at a time; the decorator's flags describe the layout of the weights. It
-  replaces the module's `forward` only while the module is observed.
-- Batched: classes that get the tokens of all experts as one matrix and multiply with ``torch.bmm`` (Llama 4). Their own
-  forward pass runs, and its products are observed. A token that is not routed to an expert is a row of zeros.
+transformers has several implementations of stacked experts.
 """
 
 from __future__ import annotations

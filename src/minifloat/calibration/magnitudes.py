@@ -77,10 +77,7 @@ def magnitude_section(groups: Mapping[str, Sequence[InputSummary]], stats: Activ
 
 
 def _scaled_counts(group: Sequence[InputSummary], stats: ActivationStats) -> npt.NDArray[np.int64] | None:
-    """Return the histogram of the magnitudes over the scale, summed over a group; None without histograms.
-
-    The bins are those of `numerics.histogram`, shifted by whole bins, so an edge is off by at most half a bin.
-    """
+    """Return the histogram of the magnitudes over the scale, summed over a group; None without histograms."""
     total: npt.NDArray[np.int64] | None = None
     for row in group:
         module = stats.inputs.get(row.module)

@@ -1,7 +1,6 @@
 """Amax, histogram and amax per channel of an activation, measured on its device, and the tally of all measurements.
 
-On the CPU the native kernel measures, and NaN is reported at once. On other devices torch measures, and the results
-stay on the device until one copy per sequence fetches them, so that no layer waits for the layer before it.
+On the CPU the native kernel measures, and NaN is reported at once.
 """
 
 from __future__ import annotations
@@ -30,18 +29,12 @@ def non_finite_error(module: str, tensor: str, sequence: int) -> NonFiniteError:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The statistics of one tensor.
+    """The statistics of one tensor."""
 
-    Attributes:
-        amax: float32 ``[1]`` on the tensor's device; NaN or Inf if the tensor holds either.
-        histogram: int64 ``[BINS]`` on the tensor's device, or None.
-        channel_amax: float32 ``[K]`` on the tensor's device, or None.
-    """
-
-    amax: Tensor
+    amax: Tensor  # float32 ``[1]`` on the tensor's device; NaN or Inf if the tensor holds either
     tokens: int
-    histogram: Tensor | None
-    channel_amax: Tensor | None
+    histogram: Tensor | None  # int64 ``[BINS]`` on the tensor's device, or None
+    channel_amax: Tensor | None  # float32 ``[K]`` on the tensor's device, or None
 
 
 def measure(x: Tensor, *, histogram: bool, per_channel: bool) -> Measurement:

@@ -1,13 +1,6 @@
 """Observation of a running model: the input of every linear and expert, and K and V of every attention.
 
-An `Observer` is a context manager around forward passes. It does not change what the model computes, except that
-stacked experts run one at a time, and it removes all of its hooks at the end, also after an exception. One sequence
-runs at a time and is never padded, so padding cannot reach the statistics.
-
-Models of transformers look up their attention function by name in one table at every call. A `KVObserver` replaces the
-function under that name by one that passes K and V, after rotary embedding and norms and before KV heads repeat, to the
-listeners of the calling module. The name in the model's config stays, because some models branch on it. Architectures
-that do not use the table are not observed (Bloom, MPT, GPT-J); latent attention shows its decompressed K and V.
+An `Observer` is a context manager around forward passes.
 """
 
 from __future__ import annotations
@@ -73,6 +66,8 @@ class KVObserver:
                     del _listeners[key]
 
 
+# Models look up their attention function by name in one table at every call. The name in the config stays, because some
+# models branch on it. Models that do not use the table are not observed (Bloom, MPT, GPT-J).
 def _replace(name: str) -> None:
     if not _users[name]:
         _originals[name] = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -99,10 +94,7 @@ def _attend(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """Call the listeners, then the original attention function.
-
-    The table has no entry for eager attention: each model's file defines its own function.
-    """
+    """Call the listeners, then the original attention function."""
     for listen in _listeners.get(id(module), ()):
         listen(key, value)
     return (original or _eager(type(module)))(module, query, key, value, *args, **kw)
@@ -175,11 +167,7 @@ class Observer:
 
     @contextmanager
     def sequence(self, index: int) -> Iterator[None]:
-        """Record the forward passes in the block, of the whole model or of a layer, as those of one sequence.
-
-        The statistics of blocks with the same index are combined: the larger amax, the sum of tokens. A block that
-        raises an exception is not recorded.
-        """
+        """Record the forward passes in the block, of the whole model or of a layer, as those of one sequence."""
         self._sequence = index
         try:
             yield

@@ -1,17 +1,7 @@
 """Calibration text that the model itself writes: ``--data self``.
 
 A sequence begins with BOS, if the tokenizer begins texts with BOS, and one random token; the engine continues it with
-draws from the model's own distribution (temperature 1, no other limit). The text goes on after EOS, as packed documents
-do: a model that has ended a document begins another. If the tokenizer has a chat template, every second sequence begins
-with the template up to the content of a user's turn instead, so that the model writes the user's message, ends the turn
-and answers.
-
-Seeds belong to sequences: sequence i depends on the seed and on i. Where the native decoder runs a dense model, it
-depends neither on the number of threads nor on which sequences are decoded beside it: the kernels sum a row the same
-way for any number of rows but one, and a companion sequence sees to it that no step has a single row. The experts of a
-mixture may get a single row in any step, and a GPU and another instruction set sum in another order. A draw near the
-border of two tokens may then take the other one, and the rest of the sequence differs. The token file is therefore the
-record (`minifloat.calibration.token_file`).
+draws from the model's own distribution (temperature 1, no other limit).
 
 Source: M. Williams and N. Aletras, "Self-calibration for Language Model Quantization and Pruning", 2024; Z. Liu et al.,
 "LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", 2023 (random first token).
@@ -57,6 +47,8 @@ _TOGETHER = 64
 _WEIGHTS_SHARE = 0.8
 #: Seconds after which finished sequences are written to the file.
 _SAVE_SECONDS = 20.0
+# The native kernels sum a row the same way for any number of rows but one, so that a sequence of a dense model depends
+# on the seed and its number only. Elsewhere a draw near the border of two tokens may go the other way.
 #: Request of a sequence that is decoded beside the others and thrown away, so that no step has a single row.
 _COMPANION = "companion"
 #: Stands for the content of a user's turn when the chat template is rendered.

@@ -1,11 +1,6 @@
 """Text sources and their readers, which read row by row and only as far as the caller iterates.
 
 Each reader yields pairs of a row's location, for messages, and the row itself: text, or a mapping of columns to cells.
-Memory is bounded for any file: lines and JSON arrays have a maximum length, and a text file without ends of documents
-is cut into pieces.
-
-Text, CSV, TSV and JSON files need no library. Parquet files and data sets of the hub need `datasets` (the extra
-`eval`); only data sets of the hub use the network. `minifloat.calibration.data` turns cells into text.
 """
 
 from __future__ import annotations
@@ -47,18 +42,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Source:
-    """A source of text.
-
-    Attributes:
-        column: Column of a table that holds text or chat messages; None: ``text``, else ``messages``.
-        split: Split of a data set of the hub; None: ``train``.
-    """
+    """A source of text."""
 
     name: str
-    column: str | None = None
+    column: str | None = None  # column of a table that holds text or chat messages; None: ``text``, else ``messages``
     weight: float = 1.0
     config: str | None = None
-    split: str | None = None
+    split: str | None = None  # split of a data set of the hub; None: ``train``
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -1,11 +1,6 @@
 """Calibration rules: from the statistics of a tensor to one amax, and from the amax to a scale.
 
-A rule is a frozen value. History rules use the amax of each sequence, histogram rules the number of elements of each
-magnitude. A new rule is a class in this module and an entry in `RULES`. `scales` decides which modules share a scale,
-and what to do with modules that no token reached.
-
-A scale multiplies to dequantize, as in every checkpoint. Transformer Engine's `scale` multiplies to quantize: it is the
-inverse.
+A rule is a frozen value.
 """
 
 from __future__ import annotations
@@ -74,9 +69,6 @@ class Max(HistoryRule):
 class Delayed(HistoryRule):
     """Transformer Engine's delayed scaling: ``max(amax[-history:]) * 2**margin``.
 
-    Transformer Engine computes ``scale = (fp8_max / amax) / 2**margin``. If amax is 0 or not finite, it keeps the
-    former scale, at first 1.0; minifloat refuses such statistics.
-
     Source: Transformer Engine, `common.recipe.DelayedScaling`.
     """
 
@@ -118,11 +110,7 @@ class HistogramRule(Rule):
 
 @dataclass(frozen=True)
 class Percentile(HistogramRule):
-    """The magnitude that `percentile` % of the elements other than zero do not exceed.
-
-    Zeros do not count, because an input that is mostly zero, such as after ReLU, would have a percentile of zero. The
-    magnitude is interpolated linearly within its bin, an eighth of an octave, and never exceeds the module's amax.
-    """
+    """The magnitude that `percentile` % of the elements other than zero do not exceed."""
 
     name: ClassVar[str] = "percentile"
     summary: ClassVar[str] = "magnitude that 99.99% of the non-zero elements do not exceed (needs histograms)"
@@ -135,6 +123,7 @@ class Percentile(HistogramRule):
 
     def clip(self, module: ModuleStats, element: ElementFormat) -> float:
         """Return the percentile."""
+        # Zeros do not count: an input that is mostly zero, as after ReLU, would have a percentile of zero.
         counts = module.require_histogram(self.name)[1:]
         edges = bin_edges()[1:]
         cumulative = np.cumsum(counts)
@@ -146,12 +135,7 @@ class Percentile(HistogramRule):
 
 @dataclass(frozen=True)
 class MeanSquaredError(HistogramRule):
-    """The amax with the smallest `expected_squared_error`.
-
-    Candidates are the module's amax and the bin edges of the `octaves` octaves below it; among candidates of equal
-    error the largest wins. Floating-point formats lose little precision on small values, so this rule rarely clips
-    much.
-    """
+    """The amax with the smallest `expected_squared_error`."""
 
     name: ClassVar[str] = "mse"
     summary: ClassVar[str] = "clip with the smallest expected squared error (needs histograms)"
@@ -168,22 +152,20 @@ class MeanSquaredError(HistogramRule):
         below = edges[edges < module.max][-self.octaves * BINS_PER_OCTAVE :]
         candidates = np.concatenate([[module.max], below[::-1]])
         errors = expected_squared_error(module, to_scale(candidates, element), element)
+        # Candidates fall: of those with equal errors the largest wins.
         return float(candidates[np.argmin(errors)])
 
 
 def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike, element: ElementFormat = E4M3) -> Doubles:
-    """Return the mean of ``(x - dequantize(quantize(x)))**2`` over the elements of a histogram, for each scale.
-
-    The amax of each sequence is an element of known value; so are the outliers, which decide where to clip. The other
-    elements are taken as spread evenly over their bin, and the error is integrated exactly over the bin. (One value per
-    bin would be too coarse, because a bin is about as wide as a step of E4M3.)
-    """
+    """Return the mean of ``(x - dequantize(quantize(x)))**2`` over the elements of a histogram, for each scale."""
     histogram = module.require_histogram("the squared error")
     known = module.amax[module.amax > 0]
     others = np.maximum(histogram - count_magnitudes(known), 0)
     used = np.flatnonzero(others[1:]) + 1
     edges = bin_edges()
     lower = edges[used]
+    # One value per bin would be too coarse, because a bin is about as wide as a step of E4M3: elements are spread over
+    # it.
     # The largest magnitude may be the lower edge of its bin: keep the bin wider than a point, which has no average.
     upper = np.maximum(np.minimum(edges[used + 1], module.max), lower * (1 + 2.0**-20))
     grid = np.array(element.values[: element.max_code + 1])

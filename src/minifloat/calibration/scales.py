@@ -1,8 +1,6 @@
 """Static scales: from activation statistics to the numbers that a checkpoint stores.
 
 A wrong static scale makes a model worse without any error, so each module gets a scale only from its own statistics.
-The one exception is an expert with too few tokens: it takes the largest amax among the experts of its layer, and the
-result reports that. `saturation` measures what the scales would do to held-out text.
 """
 
 from __future__ import annotations
@@ -104,16 +102,12 @@ def kv_scales(
 
 
 def saturation(module: ModuleStats, scale: float, element: ElementFormat = E4M3) -> Saturation:
-    """Return how much of a tensor saturates, and how much becomes zero, when it is quantized with `scale`.
-
-    An element saturates if it loses more than rounding costs: if it exceeds the largest value by more than half a step.
-    An element is flushed if it becomes zero without being zero: up to half the smallest subnormal. A bin that contains
-    a bound counts as a whole, so neither fraction is ever too low; if the amax is within the bound, nothing saturates.
-    """
+    """Return how much of a tensor saturates, and how much becomes zero, when it is quantized with `scale`."""
     histogram = module.require_histogram("saturation")
     total = int(histogram.sum())
     if not total:
         return Saturation(0.0, 0.0)
+    # A bin that holds a bound counts as a whole, so that neither fraction is ever too low.
     edges = bin_edges()
     half_step = 2.0 ** (element.emax - element.mantissa_bits - 1)
     bound = (element.max + half_step) * scale

@@ -1,8 +1,7 @@
 """The modules of a model to observe, with the names of their weights in the checkpoint.
 
 Statistics use the names of the checkpoint, as quantizing, servers and reports do; transformers may hold the same
-weights under other names or stacked (`runtime.names`). Observed are the weights that `architecture.roles` quantizes by
-default, and those that are quantized already. lm_head is not observed, because servers keep it unquantized.
+weights under other names or stacked (`runtime.names`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Activation statistics as data: arrays that can be merged, saved, and turned into scales by any rule.
 
 Statistics are kept per sequence, so one pass over the data serves every rule, and runs on several machines can be
-merged. They hold the identity of their model, because the scales of one model make another one worse without any error.
-This module does not import torch.
+merged.
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ _SAMPLE_BYTES = 256
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Hashes that distinguish one unquantized model from another.
-
-    Attributes:
-        weights: SHA-256 of a sample of the weights: some bytes from the middle of evenly chosen tensors.
-    """
+    """Hashes that distinguish one unquantized model from another."""
 
     architecture: str
     config: str
     tensors: str
-    weights: str
+    weights: str  # SHA-256 of a sample of the weights: some bytes from the middle of evenly chosen tensors
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelIdentity:
@@ -103,19 +98,12 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, eq=False)
 class ModuleStats:
-    """Statistics of the input of one linear, per sequence.
+    """Statistics of the input of one linear, per sequence."""
 
-    Attributes:
-        amax: Largest magnitude in each sequence, float32 `[S]`; 0 for a sequence without a token for the module.
-        tokens: Number of tokens of each sequence that reached the module, int64 `[S]`; few for an expert.
-        histogram: Counts of magnitudes over all sequences, int64 `[BINS]`; None if not recorded.
-        channel_amax: Largest magnitude of each input channel, float32 `[K]`; None if not recorded.
-    """
-
-    amax: Floats
-    tokens: Counts
-    histogram: Counts | None = None
-    channel_amax: Floats | None = None
+    amax: Floats  # largest magnitude in each sequence, float32 `[S]`; 0 for a sequence without a token for the module
+    tokens: Counts  # number of tokens of each sequence that reached the module, int64 `[S]`; few for an expert
+    histogram: Counts | None = None  # counts of magnitudes over all sequences, int64 `[BINS]`; None if not recorded
+    channel_amax: Floats | None = None  # largest magnitude of each input channel, float32 `[K]`; None if not recorded
 
     def __post_init__(self) -> None:
         """Check the arrays."""
@@ -174,13 +162,9 @@ class ModuleStats:
 
 @dataclass(frozen=True, eq=False)
 class KVStats:
-    """Statistics of the K and V that an attention puts into its cache, after rotary embedding.
+    """Statistics of the K and V that an attention puts into its cache, after rotary embedding."""
 
-    Attributes:
-        k_amax: Largest magnitude of K in each sequence and KV head, float32 `[S, num_kv_heads]`.
-    """
-
-    k_amax: Floats
+    k_amax: Floats  # largest magnitude of K in each sequence and KV head, float32 `[S, num_kv_heads]`
     v_amax: Floats
 
     def __post_init__(self) -> None:
@@ -207,10 +191,7 @@ class KVStats:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """Statistics of all linears and KV caches of a model on a calibration set.
-
-    Every observed module has an entry, even if no token reached it, so that such modules are visible.
-    """
+    """Statistics of all linears and KV caches of a model on a calibration set."""
 
     model: ModelIdentity
     sequences: int
@@ -240,10 +221,7 @@ class ActivationStats:
             )
 
     def merge(self, other: ActivationStats) -> ActivationStats:
-        """Return the statistics of two runs as one: sequences appended, histograms added, channels' larger amax.
-
-        Associative: ``a.merge(b).merge(c) == a.merge(b.merge(c))``.
-        """
+        """Return the statistics of two runs as one: sequences appended, histograms added, channels' larger amax."""
         problem = self._mismatch(other)
         if problem:
             raise StatsError(f"statistics of {self.model.architecture}", f"cannot be merged: {problem}")

@@ -1,7 +1,6 @@
 """Summaries of activation statistics: scales, convergence, saturation of held-out text, and warnings per module.
 
-`calibration.document` shows it. `scales` and `convergence` refuse modules
-that calibration did not reach; a summary leaves such modules out of the computation and lists them in its warnings.
+`calibration.document` shows it.
 """
 
 from __future__ import annotations
@@ -35,35 +34,25 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class InputSummary:
-    """The input of one linear.
-
-    Attributes:
-        scale: The static scale by the rule; None if it has no scale, for the reason in `problem`.
-        against_max: ``scale / (scale by the rule max) - 1``; None without a scale.
-        lost: Saturation of held-out text with this scale; None without held-out text for this module.
-    """
+    """The input of one linear."""
 
     module: str
     tokens: int
     amax: float
-    scale: float | None
-    against_max: float | None
-    lost: Saturation | None
+    scale: float | None  # the static scale by the rule; None if it has no scale, for the reason in `problem`
+    against_max: float | None  # ``scale / (scale by the rule max) - 1``; None without a scale
+    lost: Saturation | None  # saturation of held-out text with this scale; None without held-out text for this module
     convergence: Convergence
     problem: str = ""
 
 
 @dataclass(frozen=True)
 class CacheSummary:
-    """K or V of one attention.
-
-    Attributes:
-        scale: The static scale by the rule; None if all values were zero.
-    """
+    """K or V of one attention."""
 
     tensor: str
     amax: tuple[float, ...]
-    scale: float | None
+    scale: float | None  # the static scale by the rule; None if all values were zero
     convergence: Convergence
 
 
@@ -244,10 +233,7 @@ def _source_line(source: Mapping[str, Any]) -> str:
 
 
 def settled_text(convergences: Sequence[Convergence]) -> str:
-    """Return after how many sequences the slowest scale settled, or how many scales have not settled.
-
-    Scales whose tensor was zero throughout do not count.
-    """
+    """Return after how many sequences the slowest scale settled, or how many scales have not settled."""
     judged = [entry for entry in convergences if entry.settled or math.isfinite(entry.change)]
     moving = sum(not entry.settled for entry in judged)
     if not moving:

@@ -1,9 +1,7 @@
 """The file that keeps the text that a model wrote: token ids, and what decided them.
 
 Sampling costs a forward pass per token, and its result may depend on the machine: kernels of another instruction set
-round otherwise, and a draw near the border of two tokens then takes the other one. The text is therefore kept, so that
-a resumed run, and a run for another scheme, use the same tokens. A file with fewer sequences than needed is the
-beginning of a longer text: sequence i depends only on i and the settings.
+round otherwise, and a draw near the border of two tokens then takes the other one.
 """
 
 from __future__ import annotations
@@ -28,18 +26,13 @@ _CURE = "delete the file, and the model writes the text again"
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What decides the text that a model writes.
-
-    Attributes:
-        tokenizer: SHA-256 of the tokenizer's definition; None: the model has no tokenizer.
-        template: SHA-256 of the chat template; None: it has none.
-    """
+    """What decides the text that a model writes."""
 
     model: ModelIdentity
     seed: int
     seq_len: int
-    tokenizer: str | None
-    template: str | None
+    tokenizer: str | None  # SHA-256 of the tokenizer's definition; None: the model has no tokenizer
+    template: str | None  # SHA-256 of the chat template; None: it has none
 
     def differences(self, other: TextSettings) -> list[str]:
         """Return the differences in words; an empty list for the same text."""
@@ -51,14 +44,10 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class WrittenText:
-    """Text that a model wrote.
-
-    Attributes:
-        tokens: int32 ``[sequences, seq_len]``.
-    """
+    """Text that a model wrote."""
 
     settings: TextSettings
-    tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]  # int32 ``[sequences, seq_len]``
     weights: Mapping[str, str]
     chat: Mapping[str, Any] = field(default_factory=dict)
     version: str = __version__

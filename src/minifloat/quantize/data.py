@@ -1,8 +1,7 @@
 """The data that codes are chosen with, as the caller gives it, what was made with it, and what it gains.
 
 The held-out text is a random part of the calibration text, so it cannot show that the calibration text is of another
-kind than what the model will see; only `compare` on other text can. What it can show is a source that gains nothing,
-because its share of the text is too small or too different from the rest.
+kind than what the model will see; only `compare` on other text can.
 """
 
 from __future__ import annotations
@@ -37,21 +36,15 @@ _SURE = 2.0
 
 @dataclass(frozen=True)
 class SourceGain:
-    """The divergence from the original model on the held-out sequences of one source.
-
-    Attributes:
-        nearest: KL of rounding to nearest, in nats per token.
-        method: KL of the method, in nats per token.
-        loss_error: Standard error of `loss`; None: there is one sequence.
-    """
+    """The divergence from the original model on the held-out sequences of one source."""
 
     name: str
     sequences: int
     tokens: int
-    nearest: float
-    method: float
+    nearest: float  # KL of rounding to nearest, in nats per token
+    method: float  # KL of the method, in nats per token
     loss: float
-    loss_error: float | None
+    loss_error: float | None  # standard error of `loss`; None: there is one sequence
 
 
 def source_gains(
@@ -117,12 +110,7 @@ class DataOptions:
 
     @classmethod
     def of(cls, data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None) -> DataOptions | None:
-        """Return the options that the arguments `data` and `method` of `quantize_checkpoint` stand for.
-
-        Raises:
-            UnknownNameError: There is no such method.
-            UsageError: The method needs data and there is none, or `data` names a method itself.
-        """
+        """Return the options that the arguments `data` and `method` of `quantize_checkpoint` stand for."""
         chosen = None if method is None else get_method(method)
         if isinstance(data, DataOptions):
             if chosen is not None:
@@ -162,10 +150,7 @@ class RoundedOutput:
         return list(self.within.plan.overrides)
 
     def calibration(self, checkpoint: Checkpoint) -> Calibration | None:
-        """Return the ranges of inputs, keys and values as calibration by the rule ``max``; None if none were recorded.
-
-        The whole text counts as one sequence.
-        """
+        """Return the ranges of inputs, keys and values as calibration by the rule ``max``; None if there are none."""
         if not self.model.inputs and not self.model.kv:
             return None
         inputs = {

@@ -1,7 +1,6 @@
 """`quantize_checkpoint`: write a quantized checkpoint from a plain one; the whole run in the order of its steps.
 
-The plan is made first (`planner`). With data, the text comes next (`own_text`), and the codes that are chosen with it
-(`rounded`). Then the tensors stream into the new folder (`write`).
+The plan is made first (`planner`).
 """
 
 from __future__ import annotations

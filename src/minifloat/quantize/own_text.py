@@ -1,7 +1,6 @@
 """Text that the model writes itself (``--data self``), written before the job that uses it.
 
-The model's own weights write it, or, where memory is short, those of an FP8 copy that is removed afterwards. A file
-keeps the text, in which later steps and later runs find it (`minifloat.calibration.own_text`).
+The model's own weights write it, or, where memory is short, those of an FP8 copy that is removed afterwards.
 """
 
 from __future__ import annotations

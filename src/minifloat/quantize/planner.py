@@ -1,7 +1,6 @@
 """What `quantize` is going to write: the source, its plan in a scheme, static scales, and the engines that load it.
 
-The run and the dry run share it. `quantize` does not refuse a scheme that only minifloat loads. It says so first, and
-names a scheme that others load. A scheme that the caller did not choose is replaced by that one. Only headers are read.
+The run and the dry run share it.
 """
 
 from __future__ import annotations
@@ -53,24 +52,17 @@ if TYPE_CHECKING:  # it imports torch, which only a run with data needs
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that is known before the first tensor is written.
-
-    Attributes:
-        calibration: Activation statistics, the caller's or those of the text that codes were chosen with.
-        rounded: The output tensors that were made with data; None: there are none.
-        engine_notes: Sentences on engines that will not load the output, for the user to read first.
-        scale_notes: Sentences on static scales.
-    """
+    """All that is known before the first tensor is written."""
 
     planner: Planner
     plan: QuantizationPlan
     calibration: Calibration | None
     activations: tuple[ActivationReport, ...]
-    rounded: RoundedOutput | None
+    rounded: RoundedOutput | None  # the output tensors that were made with data; None: there are none
     engines: Reports
     verdicts: tuple[EngineVerdict, ...]
-    engine_notes: tuple[str, ...]
-    scale_notes: tuple[str, ...]
+    engine_notes: tuple[str, ...]  # sentences on engines that will not load the output, for the user to read first
+    scale_notes: tuple[str, ...]  # sentences on static scales
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -223,10 +215,7 @@ class Planner:
         return f"{short_name(verdict.engine)}: {verdict.problem}"
 
     def _alternative(self, scheme: Scheme) -> Scheme | None:
-        """Return the scheme of the same elements that most engines load, or that the target loads; None: none.
-
-        Schemes that need calibration are left out. Those that quantize inputs as `scheme` does come first.
-        """
+        """Return the scheme of the same elements that most engines load, or that the target loads; None: none."""
         best, most = None, 0
         for other in _candidates(scheme):
             try:

@@ -24,17 +24,13 @@ from minifloat.report.text import size_text
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """What becomes of one source tensor.
-
-    Attributes:
-        source_bytes: Its bytes in the source.
-    """
+    """What becomes of one source tensor."""
 
     name: str
     shape: tuple[int, ...]
     becomes: str
     quantized: bool
-    source_bytes: int
+    source_bytes: int  # its bytes in the source
     output_bytes: int
 
 

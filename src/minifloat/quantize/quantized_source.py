@@ -1,9 +1,6 @@
 """A source that is quantized already (`--from-quantized`): its plan, copied codes, and what the report says of it.
 
-Casting codes again that the scheme can hold with their scales would change nothing at best. A weight is copied if its
-elements are those of the scheme and every block of the scheme lies in one block of the source, whose scale is then
-repeated. The scales must have the same format, or float32 holds them (BF16, E8M0). Where a scheme has one scale per
-tensor, all weights that servers fuse must already share theirs.
+Casting codes again that the scheme can hold with their scales would change nothing at best.
 """
 
 from __future__ import annotations
@@ -87,10 +84,7 @@ def _tensor_scale(checkpoint: DecodedCheckpoint, stored: StoredWeight, spec: Wei
 def copy_codes(
     checkpoint: DecodedCheckpoint, info: TensorInfo, part: Part, shard: ShardWriter
 ) -> tuple[CastStats, str]:
-    """Write the codes of a part as the source has them, and its scales for the blocks of the scheme.
-
-    Global scales of NVFP4 are written as divisors. Where the source's multiply, these are their reciprocals in float32.
-    """
+    """Write the codes of a part as the source has them, and its scales for the blocks of the scheme."""
     end = part.first_row + part.shape[0] // part.matrices
     codes_end = scales_end = 0
     for stored in checkpoint.weights[info.name][part.matrix : part.matrix + part.matrices]:

@@ -36,12 +36,7 @@ def name_of_part(plan: TensorPlan, part: Part) -> str:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One source tensor, or one weight of a tensor that was split.
-
-    Attributes:
-        source_digest: Content hash of the source's bytes, with its algorithm.
-        stats: Error of the cast; None for a copy.
-    """
+    """One source tensor, or one weight of a tensor that was split."""
 
     name: str
     action: str
@@ -49,8 +44,8 @@ class TensorReport:
     shape: tuple[int, ...]
     source_bytes: int
     output_bytes: int
-    source_digest: str
-    stats: CastStats | None = None
+    source_digest: str  # content hash of the source's bytes, with its algorithm
+    stats: CastStats | None = None  # error of the cast; None for a copy
 
     @classmethod
     def copied(cls, plan: TensorPlan, source_bytes: int, digest: str, *, changed: bool = False) -> TensorReport:

@@ -29,23 +29,14 @@ KV_FP8 = KVSpec(E4M3, TENSOR)
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """The static scale of the inputs of a linear, or of keys or values.
-
-    NVFP4 computes block scales of inputs at run time, under a static divisor: `scale` is then the largest block scale.
-
-    Attributes:
-        tokens: Tokens of calibration text that the module processed; None for keys and values.
-        saturated: Fraction of held-out elements that would saturate; None without held-out text.
-        flushed: Fraction of held-out elements that would become zero; None without held-out text, and for NVFP4, where
-            it depends on the block.
-    """
+    """The static scale of the inputs of a linear, or of keys or values."""
 
     module: str
     amax: float
     scale: float
-    tokens: int | None = None
-    saturated: float | None = None
-    flushed: float | None = None
+    tokens: int | None = None  # tokens of calibration text that the module processed; None for keys and values
+    saturated: float | None = None  # fraction of held-out elements that would saturate; None without held-out text
+    flushed: float | None = None  # fraction of held-out elements that would become zero
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,10 +47,7 @@ class ActivationReport:
 def apply_calibration(
     plan: QuantizationPlan, checkpoint: Checkpoint, calibration: Calibration | None, *, kv_cache: bool
 ) -> tuple[QuantizationPlan, tuple[ActivationReport, ...], tuple[str, ...]]:
-    """Add static scales to a plan.
-
-    Without calibration, weights whose scheme needs static scales are written for weight-only use, and a note says so.
-    """
+    """Add static scales to a plan."""
     if calibration is None:
         if kv_cache:
             raise UsageError("an FP8 KV cache needs calibrated scales: give --calibration DATA or --stats FILE")
@@ -117,11 +105,7 @@ def _top_scale(divisor: np.float32) -> np.float32:
 
 
 def _nested_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule for the divisors of NVFP4 inputs, and a note if it is not the rule for static scales.
-
-    A rule that weighs clipping against rounding by a histogram assumes one scale for all elements, which NVFP4 does not
-    have.
-    """
+    """Return the rule for the divisors of NVFP4 inputs, and a note if it is not the rule for static scales."""
     nested_rule = history_rule(rule)
     if nested_rule is rule:
         return rule, ()

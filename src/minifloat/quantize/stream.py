@@ -1,10 +1,6 @@
 """The streaming cast of one tensor: read a slab of rows, quantize it and write it, then read the next slab.
 
-Memory is a slab per thread, whatever the size of the tensor. Slabs are cut at multiples of the scheme's block rows, so
-the cuts never change a bit of the result. A scheme with one scale per tensor measures the amax in a pass of its own.
-
-On a GPU a thread does the same with larger slabs, from and to pinned memory on a stream of its own, and waits for its
-slab. Disk, copies and kernel overlap because the threads are at different steps: no thread needs two slabs at once.
+Memory is a slab per thread, whatever the size of the tensor.
 """
 
 from __future__ import annotations
@@ -50,10 +46,7 @@ def write_decoded(
     *,
     transposed: bool,
 ) -> None:
-    """Write a decoded matrix, or the fused matrices of all experts.
-
-    Values are decoded in float32 and rounded once, to nearest even.
-    """
+    """Write a decoded matrix, or the fused matrices of all experts."""
     end = 0
     for weights in matrices:
         if transposed:  # as a whole; one expert is small

@@ -2,8 +2,7 @@
 
 The tensors of each shard go to a pool of threads (the casts and the file system both release the interpreter lock),
 each output shard is synced and recorded as soon as it is complete, and the folder is renamed into place at the very
-end. An interrupted run continues after its last complete shard, once the sources of the finished shards have been
-hashed again.
+end.
 """
 
 from __future__ import annotations
@@ -139,10 +138,7 @@ def _mtp_note(plan: QuantizationPlan) -> Iterator[str]:
 
 
 def _engine_names(checkpoint: Checkpoint, plan: QuantizationPlan) -> EngineNames:
-    """Return the names in transformers of the modules that config.json lists.
-
-    Quantized modules are listed only where there are several schemes, or for lm_head; routed experts by a pattern.
-    """
+    """Return the names in transformers of the modules that config.json lists."""
     linears = [module for module in plan.modules if expert_group(module) is None]
     return engine_names(checkpoint, (*plan.kept, *linears))
 
@@ -173,17 +169,12 @@ def _write_small_files(run: PlannedRun, names: EngineNames, writer: CheckpointWr
 
 @dataclass
 class QuantizeJob(RewriteJob[TensorPlan]):
-    """One run over all shards.
-
-    Attributes:
-        decoded: The source, if it is quantized.
-        rounded: The output tensors that were made with data; None: there are none.
-    """
+    """One run over all shards."""
 
     plan: QuantizationPlan
     caster: Caster
-    decoded: DecodedCheckpoint | None = None
-    rounded: RoundedOutput | None = None
+    decoded: DecodedCheckpoint | None = None  # the source, if it is quantized
+    rounded: RoundedOutput | None = None  # the output tensors that were made with data; None: there are none
     amaxes: dict[str, float] = field(default_factory=dict, init=False)
     copied: frozenset[str] = field(default=frozenset(), init=False)
 

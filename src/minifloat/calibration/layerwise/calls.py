@@ -1,13 +1,6 @@
 """Find the arguments with which a model calls its layers, without running the layers.
 
-A decoder calls its layers in order. Each layer gets the output of the layer before it, and arguments that do not depend
-on any layer's output: position embeddings, masks, positions. For such a model the layers can run one at a time, each
-over all sequences, and only one layer needs to be in memory. This module does not rely on a list of architectures but
-tests each model: it replaces the layers by functions that return made-up hidden states, and checks that the arguments
-of every layer stay the same, and that each layer gets the very tensor that the layer before it returned.
-
-Not detected: layers that pass state to later layers other than through their arguments. No model of transformers is
-known to do that without a cache.
+A decoder calls its layers in order.
 """
 
 from __future__ import annotations
@@ -29,6 +22,8 @@ from minifloat.errors import MinifloatError
 _HIDDEN_STATES = "hidden_states"
 #: How often the arguments of layers are compared before they count as dependent on the layers' outputs.
 _ATTEMPTS = 3
+# Not detected: layers that pass state on other than through arguments; no model of transformers does so without a
+# cache.
 _STATELESS_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -156,10 +151,7 @@ class _CallRecorder:
 
 @contextmanager
 def _replaced_forwards(layers: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward method of each layer by `forward`, which gets the index of the layer first.
-
-    The modules stay in place, because models read their attributes.
-    """
+    """Replace the forward method of each layer by `forward`, which gets the index of the layer first."""
     modules: list[Any] = list(layers)
     try:
         for index, module in enumerate(modules):

@@ -49,11 +49,7 @@ class PartialWeights:
 
     @contextmanager
     def before_layers(self) -> Iterator[None]:
-        """Load the weights of modules outside of the layers when the model first calls each module.
-
-        Weights that are not needed before the layers (lm_head, a vision tower) are therefore never read. The call
-        raises `UsageError` if the weights do not fit, and `LayersNotSeparableError` if the checkpoint lacks them.
-        """
+        """Load the weights of modules outside of the layers when the model first calls each module."""
         placed: list[str] = []
         with ExitStack() as stack:
             for path, module in self._loader.model.named_modules():
@@ -197,10 +193,7 @@ class LayerStack:
 
 
 def run_fingerprint(loader: Loader, data: CalibrationSet, *facts: Any) -> str:
-    """Return a digest of everything that the results of a run depend on.
-
-    It covers the files (by size and time of change), the data, the versions of the software, and the caller's facts.
-    """
+    """Return a digest of everything that the results of a run depend on."""
     checkpoint = loader.checkpoint
     files = []
     for shard in checkpoint.shards:

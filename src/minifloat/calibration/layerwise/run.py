@@ -32,11 +32,7 @@ _LOG = logging.getLogger(__name__)
 def calibrate_layerwise(
     model: CalibrationModel, data: CalibrationSet, options: CalibrateOptions, progress: Progress | None = None
 ) -> ActivationStats:
-    """Observe a model on calibration text, with the weights of one layer in memory at a time.
-
-    Besides the weights, memory holds one sequence's activations, the statistics, and at most `storage.ARGUMENT_BYTES`
-    of masks and position embeddings. The disk holds the hidden states twice.
-    """
+    """Observe a model on calibration text, with the weights of one layer in memory at a time."""
     with ExitStack() as stack:
         loader = model.loader()
         check_data(data, loader.model.config.get_text_config().vocab_size)

@@ -84,11 +84,7 @@ class TensorFile:
 
 
 class ArgumentPool:
-    """The calls of all layers for all sequences, with each distinct tensor kept once.
-
-    Sequences of one length share their position embeddings, and layers of one kind their masks, so there are usually
-    few distinct tensors. Tensors beyond `ARGUMENT_BYTES` are written to a file.
-    """
+    """The calls of all layers for all sequences, with each distinct tensor kept once."""
 
     def __init__(self, file: TensorFile, device: torch.device) -> None:
         self._file, self._device = file, device

@@ -1,7 +1,6 @@
 """`LayerWalk`: the layers of a model run one after the other, each over all sequences, with one layer in memory.
 
-Calibration, rounding and the collection of Hessians are such walks. The hidden states are always on disk, so memory
-does not grow with the data. A finished layer is a file, so that a killed run continues after it with the same bits.
+Calibration, rounding and the collection of Hessians are such walks.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ def _one_stream(_: int, __: Tensor) -> Iterable[Hashable]:
 
 
 class LayerWalk:
-    """One walk over the layers that are not finished. A context manager.
-
-    Attributes:
-        places: Where the hidden states of each sequence are in their file, by stream.
-    """
+    """One walk over the layers that are not finished."""
 
     def __init__(
         self,
@@ -81,10 +76,7 @@ class LayerWalk:
         return self._pool.restore(self._calls[sequence][index])
 
     def _capture(self) -> list[tuple[LayerCall, ...]]:
-        """Return for each sequence the call of each layer, and place its hidden states in their file.
-
-        Write the hidden states that enter the first layer, unless the work has those of the first unfinished layer.
-        """
+        """Return for each sequence the call of each layer, and place its hidden states in their file."""
         work = self.work
         resumed = work.continues()
         if work.finished:

@@ -1,8 +1,7 @@
 """The work of a walk over layers, from which a killed run continues.
 
 The work folder holds the hidden states that enter the next layer, and a file of results for each finished layer: the
-statistics of a calibration, the codes that rounding chose, or Hessians. The journal names both when they are complete
-(`minifloat.checkpoint.journal`); all other files of a killed run are written again.
+statistics of a calibration, the codes that rounding chose, or Hessians.
 """
 
 from __future__ import annotations
@@ -24,16 +23,12 @@ _OURS = re.compile(rf"\w+{re.escape(_SCRATCH)}|hidden-\d+|layer-\d+\.safetensors
 
 
 class LayerWork:
-    """The hidden states and results in a work folder, locked while it is open. Leaving the context keeps the files.
-
-    Attributes:
-        finished: The results of the finished layers, in order.
-    """
+    """The hidden states and results in a work folder, locked while it is open."""
 
     def __init__(self, path: Path, fingerprint: str, kind: ArrayFormat) -> None:
         self.path, self._fingerprint, self._kind = path, fingerprint, kind
         self._work = WorkFolder(path, lambda name: _OURS.fullmatch(name) is not None)
-        self.finished: list[ArrayFile] = []
+        self.finished: list[ArrayFile] = []  # the results of the finished layers, in order
         try:
             self._resume()
         except BaseException:
@@ -64,10 +59,7 @@ class LayerWork:
         return self.path / f"layer-{layer}.safetensors"
 
     def continues(self) -> bool:
-        """Return whether the hidden states that enter the first unfinished layer are there, as they were written.
-
-        All work is deleted if they are not, since only the first layer can be computed without them.
-        """
+        """Return whether the hidden states that enter the first unfinished layer are there, as they were written."""
         if self.hidden(len(self.finished)).name in self._work.finished:
             return True
         self._restart()

@@ -1,7 +1,6 @@
 """`make_dequantize_plan`: plan to write the decoded weights of a quantized checkpoint.
 
-A weight becomes ``<module>.weight``. The experts of a family whose released checkpoints hold them fused become fused
-tensors again, which is the only form that transformers and others load.
+A weight becomes ``<module>.weight``.
 """
 
 from __future__ import annotations
@@ -33,16 +32,12 @@ _Experts = dict[int, dict[int, StoredWeight]]
 
 @dataclass(frozen=True)
 class DecodedTensor:
-    """A tensor of the unquantized model.
-
-    Attributes:
-        transposed: Whether each matrix is stored ``[K, N]``.
-    """
+    """A tensor of the unquantized model."""
 
     name: str
     shape: tuple[int, ...]
     matrices: tuple[tuple[StoredWeight, ...], ...]
-    transposed: bool = False
+    transposed: bool = False  # whether each matrix is stored ``[K, N]``
 
 
 def decoded_tensors(checkpoint: Checkpoint, description: Description) -> Iterator[DecodedTensor]:
@@ -80,10 +75,7 @@ def decoded_tensors(checkpoint: Checkpoint, description: Description) -> Iterato
 def _with_square(
     places: Mapping[tuple[str, str], SingleExpert], single: Mapping[tuple[str, str], _Experts]
 ) -> frozenset[str]:
-    """Return the parents of tensors of fused experts one of whose matrices is square.
-
-    Where files of both kinds exist, transformers takes a square matrix for ``[N, K]``.
-    """
+    """Return the parents of tensors of fused experts one of whose matrices is square."""
     parents = set()
     for key, experts in single.items():
         first = next(iter(next(iter(experts.values())).values()))

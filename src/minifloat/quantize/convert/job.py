@@ -1,8 +1,6 @@
 """`convert_checkpoint`: write the same weights in another layout, or decoded, with a few slabs in memory at a time.
 
-The plan is made first, and refuses whatever cannot be converted. Then tensors go to a pool of threads, shard by shard;
-each shard is synced and recorded, and the folder is renamed into place at the very end. An interrupted run continues
-after its last complete shard, once the source tensors of the finished shards have been hashed again.
+The plan is made first, and refuses whatever cannot be converted.
 """
 
 from __future__ import annotations

@@ -163,10 +163,7 @@ class _LayoutConversions:
         return conversions + self._input_scale(weight)
 
     def _input_scale(self, weight: StoredWeight) -> list[Conversion]:
-        """Convert the static scale of a linear's input.
-
-        For NVFP4, compressed-tensors stores the reciprocal of the scale that ModelOpt stores.
-        """
+        """Convert the static scale of a linear's input."""
         nested = weight.spec.has_global_scale
         name = weight.input_scale
         divisor = f"{weight.module}.input_global_scale"

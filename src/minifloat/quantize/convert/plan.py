@@ -1,7 +1,6 @@
 """`ConvertPlan`: the output of every tensor in a conversion, and what engines make of it.
 
-A plan is made from headers and config. Everything that prevents the conversion is an error while the plan is made,
-before anything is written.
+A plan is made from headers and config.
 """
 
 from __future__ import annotations
@@ -34,34 +33,23 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True)
 class Conversion:
-    """Source tensors, and the one output tensor that they become.
-
-    Attributes:
-        output: The tensor that is written; None: nothing is written.
-        change: The change to the bytes.
-        transposed: For DECODE: whether each matrix is stored ``[K, N]``.
-    """
+    """Source tensors, and the one output tensor that they become."""
 
     sources: tuple[TensorInfo, ...]
-    output: OutputTensor | None
-    change: Change
+    output: OutputTensor | None  # the tensor that is written; None: nothing is written
+    change: Change  # the change to the bytes
     detail: str
     matrices: tuple[tuple[StoredWeight, ...], ...] = ()
-    transposed: bool = False
+    transposed: bool = False  # for DECODE: whether each matrix is stored ``[K, N]``
 
 
 @dataclass(frozen=True)
 class ConvertPlan:
-    """The plan of a whole checkpoint.
-
-    Attributes:
-        layout: The layout that is written; None: dequantized weights.
-        dtype: Dtype of dequantized weights, a key of `dequantize_plan.DTYPES`; None where a layout is written.
-    """
+    """The plan of a whole checkpoint."""
 
     source_layout: str
-    layout: WriteLayout | None
-    dtype: str | None
+    layout: WriteLayout | None  # the layout that is written; None: dequantized weights
+    dtype: str | None  # dtype of dequantized weights, a key of `dequantize_plan.DTYPES`; None where a layout is written
     conversions: tuple[Conversion, ...]
     config: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -15,20 +15,15 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """One tensor of the source.
-
-    Attributes:
-        becomes: The tensor of the output that holds it; None where it was dropped or merged.
-        source_digest: Content hash of the source's bytes, with its algorithm.
-    """
+    """One tensor of the source."""
 
     name: str
     action: str
     detail: str
-    becomes: str | None
+    becomes: str | None  # the tensor of the output that holds it; None where it was dropped or merged
     source_bytes: int
     output_bytes: int
-    source_digest: str
+    source_digest: str  # content hash of the source's bytes, with its algorithm
 
 
 #: Check of the fields of a `ConvertedTensor` as JSON values.

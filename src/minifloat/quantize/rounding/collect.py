@@ -1,8 +1,7 @@
 """The walk that stores the Hessians of a model: layer by layer through the original model, without any rounding.
 
 It takes the same sums over the same rows as `minifloat.quantize.rounding.walk` with the method gptq, so that codes from
-stored Hessians are those of a run with the text. Memory holds one layer and its Hessians; hidden states are on disk,
-and a killed run continues after the last layer that is complete.
+stored Hessians are those of a run with the text.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ def save_hessians(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> SavedHessians:
-    """Run text through an unquantized model, and store the Hessians of its linears.
-
-    A call whose result is there already returns it; an interrupted one is continued by the same call.
-    """
+    """Run text through an unquantized model, and store the Hessians of its linears."""
     with open_source(model, options) as checkpoint:
         data = prepare_texts(
             checkpoint, sources, options, options.own_text_file, device=options.device, progress=progress

@@ -1,17 +1,6 @@
 """The damage of each group of weights to a quantized model, measured while the walk quantizes it.
 
-Two more streams of hidden states go through the layers for each group. In one, the group alone has its original weights
-("given back") in the quantized model; in the other, the group alone is quantized in the original model. A stream begins
-behind the layer of its group and goes on with all others, so that each layer is loaded once and memory does not grow
-with the number of groups. At the end, both are compared with the original model.
-
-A method that follows the quantized model corrects part of a group's error in the groups after it. Giving the group back
-leaves these corrections without their error, and the group alone has its error without them. If the correction is the
-best one, a projection, the two mistakes cancel in the mean of both damages, which is then the part of the error that
-remains: what the model gains if it is rounded once more without this error.
-
-The held-out inputs also tell how much smaller the error of the outputs would be in other formats: `LayerRounding`
-measures it, rounding to nearest.
+Two more streams of hidden states go through the layers for each group.
 """
 
 from __future__ import annotations

@@ -15,18 +15,12 @@ from minifloat.errors import NonFiniteError
 
 @dataclass(frozen=True)
 class Divergence:
-    """Means over the tokens of held-out text.
-
-    Attributes:
-        nearest: KL(original || rounded to nearest), in nats per token.
-        method: KL(original || rounded by the method), in nats per token.
-        nearest_error: Standard error of `nearest`, from the means of the sequences; None: there is only one.
-    """
+    """Means over the tokens of held-out text."""
 
     tokens: int
-    nearest: float
-    method: float
-    nearest_error: float | None
+    nearest: float  # KL(original || rounded to nearest), in nats per token
+    method: float  # KL(original || rounded by the method), in nats per token
+    nearest_error: float | None  # standard error of `nearest`, from the means of the sequences; None: there is only one
     method_error: float | None
     nearest_by_sequence: tuple[float, ...] = ()
     method_by_sequence: tuple[float, ...] = ()

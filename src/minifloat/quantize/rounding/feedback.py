@@ -1,8 +1,6 @@
 """From a Hessian to the feedback that error-compensating rounding applies: order of columns, damping, factorization.
 
-GPTQ rounds one column at a time and moves the error to the columns that are not rounded yet. Its updates are those of
-LDLQ (QuIP, arXiv 2307.13304, theorem 6): with H = (U + I) D (U + I)' and U strictly upper triangular, column k is
-rounded at w_k + sum over j < k of (w_j - q_j) U_jk. This form needs one Cholesky factorization and no inverse.
+GPTQ rounds one column at a time and moves the error to the columns that are not rounded yet.
 """
 
 from __future__ import annotations
@@ -26,27 +24,17 @@ _DAMPING_GROWTH, _LARGEST_DAMPING = 10.0, 10.0
 
 @dataclass(frozen=True)
 class Feedback:
-    """The feedback between columns in the order in which they are rounded.
+    """The feedback between columns in the order in which they are rounded."""
 
-    Attributes:
-        order: int64 ``[K]``, columns by falling diagonal of the Hessian.
-        matrix: float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error.
-        lower: float32 ``[K, K]``, the Cholesky factor of the damped Hessian with its columns in reversed order.
-    """
-
-    order: Tensor
-    matrix: Tensor
-    lower: Tensor
+    order: Tensor  # int64 ``[K]``, columns by falling diagonal of the Hessian
+    matrix: Tensor  # float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error
+    lower: Tensor  # float32 ``[K, K]``, the Cholesky factor of the damped Hessian with its columns in reversed order
     damping: float
     dead: int
 
 
 def factorize(hessian: Tensor, name: str) -> Feedback:
-    """Return the feedback that a Hessian gives.
-
-    Columns with the largest diagonal are rounded first, so that their errors are compensated by all others. A column
-    whose input was always zero is rounded to nearest.
-    """
+    """Return the feedback that a Hessian gives."""
     diagonal = hessian.diagonal().double()
     if not bool(diagonal.isfinite().all()):
         raise SingularHessianError(f"{name}: the second moments of its inputs are NaN or Inf")
@@ -72,6 +60,8 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
                 "model with --method nearest"
             )
     del damped
+    # LDLQ (QuIP, arXiv 2307.13304, theorem 6): with H = (U + I) D (U + I)', U strictly upper triangular, column k is
+    # rounded at w_k + sum over j < k of (w_j - q_j) U_jk. It gives GPTQ's updates without an inverse.
     matrix = (lower / lower.diagonal()).tril_(-1).float().flip(0, 1).contiguous()
     return Feedback(order, matrix, lower.float(), damping, int(dead.sum()))
 

@@ -1,8 +1,6 @@
 """Modules that end with a linear, whose finished part is not run again.
 
-The walk runs a layer several times: up to the inputs of each stage, and once to its end. The output of an attention or
-of a gated MLP is the output of one linear in it, so once the inputs of that linear are known, the linear alone gives
-the output of the whole module, to the bit.
+The walk runs a layer several times: up to the inputs of each stage, and once to its end.
 """
 
 from __future__ import annotations
@@ -23,17 +21,12 @@ from minifloat.quantize.rounding.stages import Stage, first_tensor
 
 @dataclass(frozen=True)
 class FinishedModule:
-    """A module whose output is the output of a linear in it.
-
-    Attributes:
-        dimensions: Of the linear's input: 2 for ``[T, K]``, 3 for ``[1, T, K]``.
-        returned: Length of the tuple that the module returns, the output first and None behind it; 0: no tuple.
-    """
+    """A module whose output is the output of a linear in it."""
 
     path: str
     linear: str
-    dimensions: int
-    returned: int
+    dimensions: int  # of the linear's input: 2 for ``[T, K]``, 3 for ``[1, T, K]``
+    returned: int  # length of the tuple that the module returns, the output first and None behind it; 0: no tuple
 
 
 class FinishedModules:
@@ -62,11 +55,7 @@ class FinishedModules:
 def find_finished_modules(
     model: nn.Module, prefix: str, layer: nn.Module, stages: Sequence[Stage], call: LayerCall, hidden: Tensor
 ) -> dict[int, FinishedModule]:
-    """Return the closed modules of a layer by the number of the stage that closes them.
-
-    They are found by running the layer. A second run, with the modules replaced, must give the same bits; otherwise no
-    module counts as closed.
-    """
+    """Return the closed modules of a layer by the number of the stage that closes them."""
     numbers = {
         stage.path: number for number, stage in enumerate(stages) if stage.outer is None and len(stage.paths) == 1
     }
@@ -94,6 +83,7 @@ def find_finished_modules(
                 found[number] = FinishedModule(path, linear, inputs[linear].ndim, returned)
                 break
     with ExitStack() as stack:
+        # With the modules replaced, the layer must give the same bits; otherwise no module counts as finished.
         for module_end in found.values():
             kept = inputs[module_end.linear].reshape(-1, inputs[module_end.linear].shape[-1])
             stack.enter_context(_replaced(model, module_end, lambda kept=kept: kept))  # type: ignore[misc]

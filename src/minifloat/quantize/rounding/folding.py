@@ -1,9 +1,6 @@
 """Chooses and applies folded scales: powers of two that move from the input of linears into what comes before them.
 
-Channels of large activations decide the error of the output. Multiplying their weight columns by s > 1 lowers their
-share of the rounding error in their blocks, and dividing the norm, v_proj or up_proj before the linear by s keeps the
-model's function (`minifloat.model.architecture.folding` lists where). Scales are powers of two, so that the 16-bit
-tensors that stay in the checkpoint keep their mantissas.
+Channels of large activations decide the error of the output.
 
 Source: AWQ (arXiv 2306.00978), section 3.2; for quantized inputs SmoothQuant (arXiv 2211.10438), section 4.
 """
@@ -143,14 +140,9 @@ MAX_EXPONENT = 8
 
 @dataclass(frozen=True)
 class FoldChoice:
-    """Exponents for one site and what they bring.
+    """Exponents for one site and what they bring."""
 
-    Attributes:
-        exponents: int32 ``[K]``; ``2**exponents`` multiplies the weights' columns and divides the inputs. All zero if
-            folding does not lower the loss on held-out inputs.
-    """
-
-    exponents: Tensor
+    exponents: Tensor  # int32 ``[K]``
     alpha: float
     loss_without: float
     loss_with: float
@@ -171,13 +163,7 @@ def choose_exponents(
     limits: tuple[Tensor, Tensor] | None = None,
     shares: Sequence[int] | None = None,
 ) -> FoldChoice:
-    """Choose the exponents of one site from a sample of its inputs.
-
-    A candidate is ``log2(a**alpha)`` rounded, with a the root mean square of each channel, shifted so that the median
-    exponent is 0. The loss is the squared error of the outputs after rounding weights (and inputs, if the scheme does)
-    to nearest. The best candidate on `inputs` is accepted if, on `held_out`, it lowers the loss by `MIN_GAIN` and by
-    `MIN_ERRORS` standard errors of the difference over tokens.
-    """
+    """Choose the exponents of one site from a sample of its inputs."""
     _check_shapes(weights, inputs, held_out)
     inputs, held_out = inputs.float(), held_out.float()
     loss = OutputLoss(weights, scheme.weight, inputs, scheme.activation, shares)
@@ -201,10 +187,7 @@ def choose_exponents(
 
 
 def channel_classes(site: FoldSite) -> Tensor | None:
-    """Return the producer's row of each input channel, int64 ``[K]``; None if every channel has its own row.
-
-    The query heads ``g * sharing`` to ``(g + 1) * sharing - 1`` read value head g.
-    """
+    """Return the producer's row of each input channel, int64 ``[K]``; None if every channel has its own row."""
     if site.sharing == 1:
         return None
     rows = torch.arange(site.channels // site.sharing).view(-1, 1, site.head_dim)
@@ -219,10 +202,7 @@ def class_means(values: Tensor, classes: Tensor | None) -> Tensor:
 
 
 def exponent_limits(site: FoldSite, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest exponent of each channel that keep every tensor of a site exact.
-
-    Every element must stay a normal number of its dtype; a subnormal element may only grow. Zero is always allowed.
-    """
+    """Return the smallest and largest exponent of each channel that keep every tensor of a site exact."""
     classes = channel_classes(site)
     lower = torch.full((site.channels,), -MAX_EXPONENT, dtype=torch.int32)
     upper = -lower

@@ -1,7 +1,6 @@
 """The inputs of a layer's linears in the quantized model: rounded as a server rounds them, where the scheme says so.
 
-Schemes with quantized inputs (W8A8, W4A8, W4A4) are rounded with the inputs that their weights will meet. A scheme with
-static scales takes them from the largest inputs of the original model in calibration text, after the folds.
+Schemes with quantized inputs (W8A8, W4A8, W4A4) are rounded with the inputs that their weights will meet.
 """
 
 from __future__ import annotations

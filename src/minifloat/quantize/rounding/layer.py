@@ -31,11 +31,7 @@ _FEWEST_HELD_OUT = 16
 
 @dataclass
 class LayerRounding:
-    """The weights of one layer while they are rounded.
-
-    Attributes:
-        tensors: Output tensor name -> its bytes, of the weights that are rounded.
-    """
+    """The weights of one layer while they are rounded."""
 
     method: Method
     parts: Mapping[str, Part]
@@ -108,10 +104,7 @@ class LayerRounding:
             self.tensors[names.global_scale.name] = tensor_bytes(taken.global_scale)
 
     def _format_errors(self, module: str, held_out: Rows | None) -> dict[str, float]:
-        """Return the relative squared error of the outputs by name of a format, rounded to nearest.
-
-        Without enough held-out inputs it is the error of the weight.
-        """
+        """Return the relative squared error of the outputs by name of a format, rounded to nearest."""
         weight, part = self.weights[module], self.parts[module]
         outputs, inputs = weight.float(), None
         if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
@@ -137,10 +130,7 @@ def _unusual(feedback: Feedback) -> dict[str, Any]:
 
 
 def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_out: Rows) -> list[float]:
-    """Return the relative squared error of the outputs of each candidate on held-out inputs.
-
-    Where the linear adds to the residual stream, the error of the stream behind it counts.
-    """
+    """Return the relative squared error of the outputs of each candidate on held-out inputs."""
     inputs = held_out.inputs
     original = times(held_out.reference, weight.T.contiguous())
     target = original if held_out.residual is None else original + held_out.residual
@@ -156,18 +146,12 @@ def tensor_bytes(tensor: Tensor) -> Bytes:
 
 @dataclass(frozen=True)
 class PlannedWeights:
-    """The weights of a plan that are rounded with data, one layer after the other.
-
-    Attributes:
-        config: That of the model.
-        method: Chooses the codes.
-        folds: Whether scales of input channels are folded.
-    """
+    """The weights of a plan that are rounded with data, one layer after the other."""
 
     plan: QuantizationPlan
-    config: Mapping[str, Any]
-    method: Method
-    folds: bool
+    config: Mapping[str, Any]  # that of the model
+    method: Method  # chooses the codes
+    folds: bool  # whether scales of input channels are folded
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:

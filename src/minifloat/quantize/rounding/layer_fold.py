@@ -1,9 +1,7 @@
 """Folds scales in one layer: asks for exponents at each site of the layer and changes the layer's tensors.
 
 Tensors of the checkpoint are views of the parameters of a transformers model, so that a change of one changes the
-model. The inputs are those of the original model. After the folds, the inputs of the stages behind a changed producer
-are smaller by the same powers of two; `LayerFold.scaled` says by how much. The exponents are entries of the layer's
-file that no output has, int8 ``[K]`` for each site, so that a later step can fold the original weights.
+model.
 """
 
 from __future__ import annotations
@@ -149,11 +147,7 @@ SampleInputs = Callable[[int, int, bool], Tensor | None]
 
 @dataclass
 class LayerFold:
-    """The folds of one layer.
-
-    Attributes:
-        exponents: The exponents of each site that was folded, int8 ``[K]``, by the name of their entry in the file.
-    """
+    """The folds of one layer."""
 
     prefix: str
     infos: Mapping[str, TensorInfo]
@@ -214,10 +208,7 @@ class LayerFold:
         return self._exponents.get((number, expert if self.stages[number].outer else 0))
 
     def _is_reachable(self, site: FoldSite) -> bool:
-        """Return whether every tensor of a site is in the model, and as the checkpoint stores it if it is copied.
-
-        Weights that are quantized are rounded from the model's values, whatever dtype they are stored in.
-        """
+        """Return whether every tensor of a site is in the model, and as the checkpoint stores it if it is copied."""
         quantized = {source for source, _ in self.parts.values()}
         return all(
             name in self.views and (name in quantized or self.views[name].dtype == TORCH_DTYPES[self.infos[name].dtype])

@@ -1,9 +1,6 @@
 """The methods that choose the codes of a weight whose scales are fixed, and their table.
 
-GPTQ compensates the error of each column by the columns that are rounded after it. Scales are those of rounding to
-nearest ("static groups"), and columns go by falling diagonal of the Hessian ("act order"). The inputs are those of the
-original model, so one pass over the text serves every scheme. `match` is GPTQ towards the weight that gives the
-original outputs on the inputs of the quantized model.
+GPTQ compensates the error of each column by the columns that are rounded after it.
 
 Source: Frantar et al., GPTQ (arXiv 2210.17323); the form without an inverse: `minifloat.quantize.rounding.feedback`.
 The output target is that of GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695).
@@ -99,16 +96,11 @@ def error_of(weight: Tensor, quantized: QuantizedTensor) -> CastStats:
 
 @dataclass(frozen=True)
 class SharedInput:
-    """What is known about the input that some linears share.
-
-    Attributes:
-        feedback: From the Hessian of `statistics`; None for a method that needs no data.
-        held_out: float32 rows of text that is in no statistic; None: there are none.
-    """
+    """What is known about the input that some linears share."""
 
     statistics: Statistics
-    feedback: Feedback | None
-    held_out: Rows | None = None
+    feedback: Feedback | None  # from the Hessian of `statistics`; None for a method that needs no data
+    held_out: Rows | None = None  # float32 rows of text that is in no statistic; None: there are none
 
     @property
     def required_feedback(self) -> Feedback:
@@ -119,13 +111,9 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Rounded:
-    """The codes that a method chose.
+    """The codes that a method chose."""
 
-    Attributes:
-        codes: For each weight uint8 ``[N, K]``, one per byte.
-    """
-
-    codes: list[Tensor]
+    codes: list[Tensor]  # for each weight uint8 ``[N, K]``, one per byte
     details: dict[str, float] = field(default_factory=dict)
 
 

@@ -27,11 +27,7 @@ def layer_content(tensors: Mapping[str, Bytes], record: Mapping[str, Any]) -> Ar
 
 
 class RoundedModel:
-    """The output tensors that rounding made, on disk.
-
-    Attributes:
-        tuning: What tuning did; None: the model was not tuned.
-    """
+    """The output tensors that rounding made, on disk."""
 
     def __init__(self, files: Sequence[ArrayFile]) -> None:
         self.files = tuple(files)
@@ -44,7 +40,7 @@ class RoundedModel:
         self.inputs: list[Mapping[str, Any]] = [row for record in records for row in record.get("inputs", ())]
         self.kv: list[Mapping[str, Any]] = [row for record in records for row in record.get("kv", ())]
         self.held_out: Mapping[str, Any] = records[-1]["held_out"] or {}
-        self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")
+        self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")  # what tuning did
         self.damage: Mapping[str, Any] = next((record["damage"] for record in records if "damage" in record), {})
 
     def __contains__(self, name: object) -> bool:

@@ -104,10 +104,7 @@ def round_saved(
     work_dir: Path,
     progress: Progress | None = None,
 ) -> Iterator[RoundedModel]:
-    """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
-
-    The codes are those of `round_checkpoint` with the text that the Hessians come from.
-    """
+    """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
     require_independent(options)
     saved.check_model(checkpoint)
     model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))

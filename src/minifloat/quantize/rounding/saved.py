@@ -1,10 +1,6 @@
 """Hessians of a model in a folder beside its activation statistics, so that one pass over the text serves every scheme.
 
-The inputs of the original model do not depend on how its weights are rounded. What GPTQ and folding take from them is
-therefore stored once: for each stage of a layer the Hessian of every expert, a held-out sample of inputs that codes are
-judged on, and the samples that folds are chosen with. The folder ``NAME.hessians`` holds a file per layer and, written
-last, ``hessians.safetensors`` with the identity of the model and of the text. Not included: what the method match
-needs, which are the inputs that the quantized layers give and which differ from scheme to scheme.
+The inputs of the original model do not depend on how its weights are rounded.
 """
 
 from __future__ import annotations

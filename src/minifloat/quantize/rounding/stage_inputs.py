@@ -22,20 +22,12 @@ from minifloat.quantize.rounding.statistics import Rows
 
 @dataclass(frozen=True)
 class StageInputs:
-    """The inputs of a stage for one sequence.
+    """The inputs of a stage for one sequence."""
 
-    Attributes:
-        inputs: ``[R, K]``, one row per token; for experts, one row per token and expert, or the tokens of the whole
-            module where `experts` is None.
-        experts: int64 ``[R]``, the expert of each row, rising; None: rows are tokens.
-        tokens: int64 ``[R]``, the token of each row; None: rows are tokens.
-        residual: ``[T, H]``, the residual stream before the stage adds to it.
-    """
-
-    inputs: Tensor
-    experts: Tensor | None = None
-    tokens: Tensor | None = None
-    residual: Tensor | None = None
+    inputs: Tensor  # ``[R, K]``, one row per token
+    experts: Tensor | None = None  # int64 ``[R]``, the expert of each row, rising; None: rows are tokens
+    tokens: Tensor | None = None  # int64 ``[R]``, the token of each row; None: rows are tokens
+    residual: Tensor | None = None  # ``[T, H]``, the residual stream before the stage adds to it
 
 
 #: Called with the number of the stage of an expert's down projection, and the arguments of a `Record`.
@@ -50,15 +42,11 @@ class _Reached(Exception):
 
 
 class StageReader:
-    """Runs one layer, and reads the inputs of its stages.
-
-    Attributes:
-        quantize_expert: Rounds the inputs of experts in the quantized model; None: they are not rounded.
-    """
+    """Runs one layer, and reads the inputs of its stages."""
 
     def __init__(self, model: nn.Module, layer: nn.Module, stages: Sequence[Stage]) -> None:
         self.model, self.layer, self.stages = model, layer, stages
-        self.quantize_expert: QuantizeExpert | None = None
+        self.quantize_expert: QuantizeExpert | None = None  # rounds the inputs of experts in the quantized model
 
     def read_all(self, call: LayerCall, hidden: Tensor) -> tuple[Tensor, list[StageInputs]]:
         """Return the output of the layer, and the inputs of all of its stages; of inner experts the whole module's."""
@@ -122,11 +110,7 @@ class StageReader:
 
 
 def pair(original: StageInputs, quantized: StageInputs, stage: Stage, sequence: int) -> tuple[Rows, Tensor | None]:
-    """Return the inputs of a stage in both models token by token, and the expert of each row.
-
-    A token may go to other experts in the quantized model. Where the original model did not send a token to an expert,
-    the row counts as without drift.
-    """
+    """Return the inputs of a stage in both models token by token, and the expert of each row."""
     inputs, reference = quantized.inputs, original.inputs
     if stage.outer is False:
         assert quantized.tokens is not None
@@ -142,6 +126,7 @@ def pair(original: StageInputs, quantized: StageInputs, stage: Stage, sequence: 
         place = torch.searchsorted(known[order], keys).clamp(max=max(len(known) - 1, 0))
         row = order[place] if len(known) else place
         same = known[row] == keys if len(known) else torch.zeros(len(keys), dtype=torch.bool)
+        # Rows that the original model sent to other experts count as without drift.
         reference = inputs.clone()
         reference[same] = original.inputs[row[same]]
     residual = None

@@ -1,10 +1,6 @@
 """The stages of a layer: groups of linears that share their input, in the order in which the layer runs them.
 
-They are found by running the layer once and watching it, not from a list of architectures. A stage of a Llama is q, k
-and v; o; gate and up; down. The experts of a layer make two stages, gate and up of all experts, and down of all.
-
-The same run shows which linears add to the residual stream: the output of such a linear, times a constant, is the
-difference between the stream before it and the input of a module behind it.
+They are found by running the layer once and watching it, not from a list of architectures.
 """
 
 from __future__ import annotations
@@ -37,19 +33,14 @@ class Residual:
 
 @dataclass(frozen=True)
 class Stage:
-    """Linears that share their input, or the corresponding linears of all experts of a layer.
-
-    Attributes:
-        outer: For experts, whether these are the down projections; None: the stage is no experts module.
-        residual: Of a stage of one linear that adds to the residual stream; None for other stages.
-    """
+    """Linears that share their input, or the corresponding linears of all experts of a layer."""
 
     path: str
     experts: tuple[tuple[str, ...], ...]
     width: int
     paths: tuple[str, ...] = ()
-    outer: bool | None = None
-    residual: Residual | None = None
+    outer: bool | None = None  # for experts, whether these are the down projections
+    residual: Residual | None = None  # of a stage of one linear that adds to the residual stream; None for other stages
 
     @property
     def name(self) -> str:

@@ -1,8 +1,6 @@
 """Statistics of the inputs of linears, which are added up chunk by chunk so that memory does not grow with the text.
 
-The rows of the experts of a layer are on disk, so that memory holds the products of one expert at a time. An expert
-that saw fewer tokens than it has input channels gets no full Hessian from them: the mean over all experts fills it up,
-and the drift, which so few tokens do not determine, is left out.
+The rows of the experts of a layer are on disk, so that memory holds the products of one expert at a time.
 """
 
 from __future__ import annotations
@@ -29,17 +27,10 @@ HELD_OUT_ROWS = 512
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs of a linear, token by token.
+    """Inputs of a linear, token by token."""
 
-    Attributes:
-        inputs: X ``[T, K]``, the inputs in the quantized model.
-        reference: Xf ``[T, K]``, the inputs of the same tokens in the original model.
-        residual: Rf - R ``[T, H]``, the error of the residual stream that the linear adds to, as a share of what the
-            stream counts; None where the linear does not add to it.
-    """
-
-    inputs: Tensor
-    reference: Tensor
+    inputs: Tensor  # X ``[T, K]``, the inputs in the quantized model
+    reference: Tensor  # xf ``[T, K]``, the inputs of the same tokens in the original model
     residual: Tensor | None = None
 
     def pick(self, rows: Tensor | slice) -> Rows:
@@ -63,26 +54,16 @@ def join(parts: list[Rows]) -> Rows:
 
 @dataclass
 class Statistics:
-    """Second moments of the inputs of a linear, over calibration text.
+    """Second moments of the inputs of a linear, over calibration text."""
 
-    Attributes:
-        hessian: float32 ``[K, K]``, X'X / tokens.
-        drift: float32 ``[K, K]``, (Xf - X)'X / tokens; None: the inputs are those of the original model.
-        output_drift: float32 ``[H, K]``, E'X / tokens, with E of `output_error`, for a linear that adds to the residual
-            stream, in place of `drift`; None for other linears.
-    """
-
-    hessian: Tensor
-    drift: Tensor | None = None
+    hessian: Tensor  # float32 ``[K, K]``, X'X / tokens
+    drift: Tensor | None = None  # float32 ``[K, K]``, (Xf - X)'X / tokens
     output_drift: Tensor | None = None
     tokens: int = 0
 
 
 def output_error(rows: Rows, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return E ``[T, N]``, what the outputs of a linear lack because its inputs are those of the quantized model.
-
-    It is ``(Xf - X) W'``, and a share of the error of the residual stream where the linear adds to that.
-    """
+    """Return E ``[T, N]``, what the outputs of a linear lack because its inputs are those of the quantized model."""
     error = product(rows.reference - rows.inputs, weight)
     return error if rows.residual is None else error.add_(rows.residual.to(error), alpha=RESIDUAL_SHARE)
 

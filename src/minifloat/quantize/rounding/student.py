@@ -1,9 +1,6 @@
 """The original model run with trainable weights in place of its own: codes as latent weights, and norms.
 
-A latent is a float in units of the scale that is rounded to a code; the scales stay as they are. It starts from the
-original weight, moved into the cell of values that round to the code that a method chose, so that the first codes are
-those of the method. Gradients pass through the rounding as if it were the identity ("straight-through"), except beyond
-the outermost cells. Both models share all other weights, so that memory holds the model once.
+A latent is a float in units of the scale that is rounded to a code; the scales stay as they are.
 
 Source: Bengio et al. (arXiv 1308.3432), section 4, for the straight-through estimator.
 """
@@ -43,13 +40,9 @@ CELL_LIMIT = 0.9
 
 @dataclass(frozen=True)
 class Cells:
-    """The intervals of values that round to each code of a format; the outermost ones are made symmetric.
+    """The intervals of values that round to each code of a format; the outermost ones are made symmetric."""
 
-    Attributes:
-        lower: float32, one entry per code: the lower end, or NaN where the code is no number.
-    """
-
-    lower: Tensor
+    lower: Tensor  # float32, one entry per code: the lower end, or NaN where the code is no number
     upper: Tensor
     step: Tensor
     top: float
@@ -70,11 +63,7 @@ def cells(element: ElementFormat) -> Cells:
 
 
 class LatentWeight:
-    """A quantized weight that can be trained.
-
-    Attributes:
-        values: The latents, float32 ``[N, K]``, in units of the scale; a leaf that requires a gradient.
-    """
+    """A quantized weight that can be trained."""
 
     def __init__(self, quantized: QuantizedTensor, weight: Tensor, device: torch.device) -> None:
         self.start = quantized
@@ -211,22 +200,16 @@ class Student:
             self._constants[assignment.target] = base
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of the current state that differ from the model's, by name in the model.
-
-        They require gradients, which `set_gradients` hands on. Any number of passes may use them.
-        """
+        """Return the parameters of the current state that differ from the model's, by name in the model."""
         changed = {each.assignment.target: each.parameter().requires_grad_(True) for each in self._compositions}
         for name, (target, dtype) in self._norm_targets.items():
             changed[target] = self._stored_norm(name).to(dtype).requires_grad_(True)
         return self._constants | changed
 
     def set_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set the gradients of latents and norms from those of `parameters`; one that has none counts as zero.
-
-        A parameter has none if no pass used it: an expert layer that the model skips.
-        """
+        """Set the gradients of latents and norms from those of `parameters`; one that has none counts as zero."""
         for composition in self._compositions:
-            parameter = parameters[composition.assignment.target]
+            parameter = parameters[composition.assignment.target]  # no gradient: an expert that the model skips
             composition.set_gradients(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, (target, _) in self._norm_targets.items():
             gradient = parameters[target].grad

@@ -1,9 +1,6 @@
 """`tune`: train codes and norms to give the logits of the original model, and keep the best state on held-out text.
 
-The loss is KL(original || student), the mean over the tokens of a few sequences per step. The rate of Adam warms up and
-then falls along a cosine. The order of the sequences comes from a seed. Two runs on the same machine, with the same
-versions and the same number of threads, give the same bits on the CPU; another number of threads may order sums
-otherwise.
+The loss is KL(original || student), the mean over the tokens of a few sequences per step.
 
 Source: Kingma and Ba, Adam (arXiv 1412.6980); Hinton et al. (arXiv 1503.02531) for training on another model's logits.
 """
@@ -36,6 +33,8 @@ from minifloat.quantize.rounding.options import TuneOptions
 from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
 from minifloat.quantize.rounding.student import Student
 
+# The same machine, versions and number of threads give the same bits; another number of threads may order sums
+# otherwise.
 _LOG = logging.getLogger(__name__)
 
 #: Logits that one forward pass may compute; more sequences of a step run one after the other.

@@ -1,13 +1,7 @@
 """The walk that rounds a model layer by layer with calibration text, with one layer in memory at a time.
 
 Each layer runs over all sequences in two streams of hidden states: through the original layers, and through the layers
-as they are quantized so far. For each stage of a layer (`minifloat.quantize.rounding.stages`) the walk collects the
-inputs of both streams, chooses the codes of the weights that read them, and puts the quantized weights into the layer
-before the next stage runs. A third stream, of the held-out sequences alone, goes through layers that are rounded to
-nearest: at the end the report says what the method gains.
-
-Hidden states are on disk. A finished layer is a file of codes, so that a killed run continues after it with the same
-bits.
+as they are quantized so far.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The formats of a mixture: those that engines load together, as the rules of `minifloat.deploy.check` say.
 
-Each format is tried in a plan that mixes it with the formats accepted before it, for linears and for experts apart. If
-experts of different layers must not differ, all experts get one format together.
+Each format is tried in a plan that mixes it with the formats accepted before it, for linears and for experts apart.
 """
 
 from __future__ import annotations

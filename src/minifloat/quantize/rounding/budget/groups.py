@@ -1,7 +1,6 @@
 """The groups of weights that share a format, and the bytes that each format takes.
 
-A group is what servers run as one: q, k and v; gate and up; the experts of a layer. Modules that an override of the
-user names are in no group: their format is fixed, and their bytes count.
+A group is what servers run as one: q, k and v; gate and up; the experts of a layer.
 """
 
 from __future__ import annotations
@@ -25,13 +24,9 @@ _ALL_EXPERTS = "experts of all layers"
 
 @dataclass(frozen=True)
 class Option:
-    """A format that a group may have.
+    """A format that a group may have."""
 
-    Attributes:
-        scheme: The format; None: the weights are kept as they are.
-    """
-
-    scheme: Scheme | None
+    scheme: Scheme | None  # the format; None: the weights are kept as they are
     nbytes: int
 
 

@@ -1,8 +1,6 @@
 """`Frontier`: for every cost the choice of formats with the least damage, by dynamic programming.
 
-Costs are bytes above those of the cheapest choice, in units. The unit is the greatest common divisor of all costs, so
-that the choice is exact, unless there would be more than `_LARGEST_TABLE` units: then costs are rounded up to larger
-units, a choice never costs more than it may, and what it may cost is understated by less than one unit per group.
+Costs are bytes above those of the cheapest choice, in units.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 """`round_within_budget`: choose a format for each group of weights by measured damage, and round in this mixture.
 
-The model is first rounded in the cheapest format. During this run, the damage of each group is measured as a KL
-divergence (`minifloat.quantize.rounding.damage`). In another format, the damage is smaller by the ratio of the errors
-of the group's outputs. The damages of groups are taken to add up to the divergence of the whole model.
-`knapsack.Frontier` chooses the formats, and the model is rounded once more from the original weights, so that every
-group makes up for the errors of those before it as they now are. A method that trains does so in the mixture only.
-
-With a bound on the KL divergence, the second run may miss it, because damages do not quite add up. Then the formats are
-chosen again with damages that are larger in proportion, at most `_ATTEMPTS` times.
+The model is first rounded in the cheapest format.
 """
 
 from __future__ import annotations
@@ -45,32 +38,23 @@ _MARGIN = 0.95
 
 @dataclass(frozen=True)
 class MeasuredMixture:
-    """A mixture of formats in which the model was rounded.
-
-    Attributes:
-        kl: KL divergence on held-out text, in nats per token.
-    """
+    """A mixture of formats in which the model was rounded."""
 
     bits: float
-    kl: float
+    kl: float  # KL divergence on held-out text, in nats per token
     predicted: float
 
 
 @dataclass(frozen=True)
 class WithinBudget:
-    """A model that was rounded within a budget.
-
-    Attributes:
-        chosen: The format of each group; None: kept as it is.
-        damages: For each group the damage of each of its options, in nats per token.
-    """
+    """A model that was rounded within a budget."""
 
     plan: QuantizationPlan
     model: RoundedModel
     budget: Budget
     formats: Formats
-    chosen: tuple[Scheme | None, ...]
-    damages: tuple[tuple[float, ...], ...]
+    chosen: tuple[Scheme | None, ...]  # the format of each group; None: kept as it is
+    damages: tuple[tuple[float, ...], ...]  # for each group the damage of each of its options, in nats per token
     frontier: tuple[tuple[float, float], ...]
     measured: tuple[MeasuredMixture, ...]
     tokens: int
@@ -307,6 +291,9 @@ def _measurable(groups: Groups, given_back: Mapping[str, float]) -> Groups:
 def _damages(groups: Sequence[Group], first: RoundedModel, scheme: Scheme) -> Iterator[tuple[float, ...]]:
     """Yield for each group the damage of each option; those of the cheapest format add up to the KL divergence."""
     whole, given_back, alone = first.damage["kl"], first.damage["given_back"], first.damage["alone"]
+    # A method that follows the quantized model corrects part of an error in later groups. Giving a group back leaves
+    # the corrections without the error, the group alone has the error without them: in the mean of both, the two
+    # cancel.
     gains = {name: max((whole - given_back[name] + alone[name]) / 2, 0.0) for name in given_back}
     share = first.held_out["method"] / (sum(gains.values()) or 1.0)
     for group in groups:
