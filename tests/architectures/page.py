@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -11,9 +12,16 @@ from pathlib import Path
 from row import Row
 
 _PACKAGES = ("torch", "transformers", "compressed-tensors")
-_LONGEST = 200  # characters of a reason
+_LONGEST = 110  # characters of a reason
 _PER_SCHEME = ("quantize", "load", "dequantize", "transformers", "check")
 _SHORT = {"refused": "no", "within": "right", "WRONG": "**wrong**"}
+#: What a reason becomes, so that architectures with the same one share a line: numbers and advice are left out.
+_SHORTER = (
+    (r"only [\d.]+% of the linear weights.*", "less than half of the linear weights would be quantized"),
+    (r"(transformers-[a-z0-9-]+): .*", r"rule \1"),
+    (r"\d+ million weights", "too large"),
+    (r"(; |\. |, found |, which ).*", ""),
+)
 
 
 def write_page(path: Path, rows: Sequence[Row], seconds: float, command: str) -> None:
@@ -52,7 +60,7 @@ def page_lines(rows: Sequence[Row], source: str) -> list[str]:
         "| quantize | every quantized weight lies near its place in the source, all other tensors are copied |",
         "| load | logits of `minifloat.load`, weight-only |",
         "| dequantize | logits of plain transformers on the output of `convert --dequantize` |",
-        "| transformers | logits of plain transformers on the quantized checkpoint; *no*: `check` says so, and why |",
+        "| transformers | logits of plain transformers on the quantized checkpoint; *no*: the rule of `check` that says so |",
         "| check | its verdict against what happened, for transformers and for minifloat |",
         "| engine | greedy tokens of the engine on the last scheme |",
         "| calibrate | the amax of the input of every quantized weight, against what torch multiplies |",
@@ -127,4 +135,6 @@ def _clean(text: str) -> str:
     """Return a reason without paths of this machine, on one line of a table."""
     words = [word for word in text.split() if not word.startswith(("/tmp/", "/home/", "/work/"))]
     short = " ".join(words).replace("|", "\\|")
+    for pattern, shorter in _SHORTER:
+        short = re.sub(pattern, shorter, short)
     return short if len(short) <= _LONGEST else f"{short[:_LONGEST]}..."
