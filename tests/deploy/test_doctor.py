@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -21,7 +20,6 @@ from minifloat.deploy.diagnosis.machine import (
     Machine,
     find_gpus,
     huge_pages,
-    memory_limit,
     not_built,
     processor_name,
 )
@@ -120,12 +118,6 @@ def test_the_files_of_linux_are_read(tmp_path: Path) -> None:
     file.write_text("processor : 0\nFeatures\t: fp asimd bf16\n")
     assert not_built(("baseline",), file) == "neon_bf16"
     assert not_built(("baseline",), tmp_path / "missing") == ""
-    file.write_text("4096\n")
-    assert memory_limit((tmp_path / "missing", file)) == 4096
-    file.write_text("max\n")
-    assert memory_limit((file,)) is None
-    file.write_text(str(psutil.virtual_memory().total * 2))
-    assert memory_limit((file,)) is None
     assert huge_pages(tmp_path / "missing") is None
 
 

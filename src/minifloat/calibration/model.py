@@ -9,7 +9,6 @@ import math
 from dataclasses import replace
 from functools import cached_property
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -117,9 +116,3 @@ def check_data(data: CalibrationSet, vocab_size: int) -> None:
                 f"sequence {index} of the calibration data has token ids from {min(ids)} to {max(ids)}, beyond the "
                 f"model's vocabulary of {vocab_size}: they come from another model's tokenizer"
             )
-
-
-def available_memory(device: str | torch.device) -> int:
-    """Return the bytes that are free on a device: of the GPU, or of this machine's memory."""
-    place = torch.device(device)
-    return int(torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else psutil.virtual_memory().available)

@@ -26,7 +26,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.data import CalibrationSet, describe_sequences, fingerprint, sequence_prefix
-from minifloat.calibration.model import available_memory
 from minifloat.calibration.options import TextOptions
 from minifloat.calibration.readers import OWN_TEXT, first_line
 from minifloat.calibration.stats import ModelIdentity
@@ -35,6 +34,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.engine import Engine, EngineOptions, Request, SamplingParams
 from minifloat.errors import AlreadyQuantizedError, ChatTemplateError, DataError, UsageError
+from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.runtime.config import plain_config
 from minifloat.model.runtime.templates import apply_chat_template

@@ -7,13 +7,13 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from minifloat.engine.cache import blocks_for
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.report.text import size_text
 
@@ -76,9 +76,9 @@ def cache_size(
     budget = options.kv_cache_memory
     if budget is None and device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading took
-        budget = min(all_sequences, int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE))
+        budget = min(all_sequences, int(available_memory(device) * _GPU_SHARE))
     elif budget is None:
-        available = int(psutil.virtual_memory().available * _KV_SHARE)
+        available = int(available_memory() * _KV_SHARE)
         least = max(_KV_BYTES, one_sequence if options.max_model_len else 0)
         budget = min(all_sequences, least + all_states, available)
     else:
@@ -108,8 +108,7 @@ def cache_size(
 
 def _require_free(budget: int, device: torch.device) -> None:
     """Refuse a cache for which there is no memory."""
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    free = available_memory(device)
     if budget > free:
         raise UsageError(
             f"kv_cache_memory: {size_text(budget)} were asked for, and {size_text(free)} are free on {device} "

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -32,8 +33,9 @@ SPIN_COUNT = 10000
 _MOST_WORKERS = 8
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _BIND_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
+#: Where Linux shows control groups, and those of this process.
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 _MAPS = Path("/proc/self/maps")
 
 
@@ -84,24 +86,32 @@ def openmp_processors() -> int:
     return max((int(runtime.omp_get_num_procs()) for runtime in runtimes), default=0)
 
 
-def cgroup_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float | None:
+def cgroup_quota(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> float | None:
     """Return the CPU quota that control groups, of version 1 or 2, give this process, in processors."""
+    quotas = map(_quota, control_groups("cpu", membership, cgroups))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def control_groups(controller: str, membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> Iterator[Path]:
+    """Yield the folders of this process's control groups of a controller, and of the groups above them.
+
+    In version 2 every controller has the same groups. Folders that a container cannot see do not exist; the group of
+    the container itself is then the root.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    quotas = []
+        return
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             roots = [cgroups]
-        elif "cpu" in controllers.split(","):
-            roots = [cgroups / controllers, cgroups / "cpu"]
+        elif controller in controllers.split(","):
+            roots = [cgroups / controllers, cgroups / controller]
         else:
             continue
         path = Path(group.lstrip("/"))
-        quotas += [_quota(root / above) for root in roots for above in (path, *path.parents)]
-    return min((quota for quota in quotas if quota is not None), default=None)
+        yield from (root / above for root in roots for above in (path, *path.parents))
 
 
 def _quota(group: Path) -> float | None:

@@ -263,11 +263,8 @@ def test_a_draft_that_the_decoder_does_not_run_is_refused_with_the_reason(tmp_pa
 
 
 def test_a_draft_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        available = 1 << 10
-
     engine = engine_of()
-    monkeypatch.setattr(speculation_opening.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(speculation_opening, "available_memory", lambda: 1 << 10)
     with pytest.raises(UsageError, match=r"the copy of the model in MXFP4 takes \d+ MiB, and 0 MiB are free"):
         speculation_opening.open_drafter(
             speculation_opening.EngineOptions(speculate="self"), engine._runner, engine.tokenizer, lambda folder: None

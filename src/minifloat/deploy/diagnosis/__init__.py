@@ -132,7 +132,7 @@ def advice(
             "transparent huge pages are off, which costs more than a tenth of the bandwidth of memory: "
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
         )
-    if min(machine.memory_free, machine.memory_limit or machine.memory_free) < _LITTLE_MEMORY:
+    if machine.memory_free < _LITTLE_MEMORY:
         yield f"{size_text(machine.memory_free)} of memory are free: calibrating and serving need at least the weights"
     if machine.disk_free < _LITTLE_DISK:
         yield f"{size_text(machine.disk_free)} are free on this disk: a quantized model needs its own size"

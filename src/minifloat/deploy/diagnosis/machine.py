@@ -14,6 +14,7 @@ import psutil
 
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
 from minifloat.kernels import native, processors
+from minifloat.kernels.memory import available_memory, memory_limit
 
 _CPUINFO = Path("/proc/cpuinfo")
 #: Instruction set of the kernels, fastest first -> the flags in Linux's cpuinfo that it takes (csrc/processor.h).
@@ -28,11 +29,6 @@ _FLAGS = {
     "neon_bf16": {"asimd", "bf16"},
 }
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-#: Files with the memory limit of this process's control group, version 2 and version 1.
-_MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,7 @@ class Machine:
     Attributes:
         cpu_quota: Processors' worth of time that control groups allow; None without a limit.
         instruction_set: The one in use; None without the native library.
+        memory_free: Bytes that this process can still take.
         memory_limit: Bytes that control groups allow; None without a limit.
         huge_pages: "always", "madvise" or "never"; None where the system does not say.
     """
@@ -65,7 +62,6 @@ class Machine:
 def examine_machine() -> Machine:
     """Examine this machine; torch must be imported already if its OpenMP runtime is to be seen."""
     library = native.load()
-    memory = psutil.virtual_memory()
     return Machine(
         processor_name(),
         processors.available(),
@@ -76,8 +72,8 @@ def examine_machine() -> Machine:
         None if library is None else library.isa,
         "" if library is None else not_built(library.built),
         native.why_unavailable() if library is None else "",
-        memory.total,
-        memory.available,
+        psutil.virtual_memory().total,
+        available_memory(),
         memory_limit(),
         shutil.disk_usage(Path.cwd()).free,
         huge_pages(),
@@ -106,18 +102,6 @@ def _cpu_entry(cpuinfo: Path, key: str) -> str:
         lines = []
     values = (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key)
     return next(values, "")
-
-
-def memory_limit(files: tuple[Path, ...] = _MEMORY_LIMITS) -> int | None:
-    """Return the bytes that control groups allow this process; None where they allow all of the machine's."""
-    for file in files:
-        try:
-            text = file.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal() and int(text) < psutil.virtual_memory().total:
-            return int(text)
-    return None
 
 
 def huge_pages(file: Path = _HUGE_PAGES) -> str | None:

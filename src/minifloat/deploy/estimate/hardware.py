@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import psutil
-
 from minifloat.errors import UsageError, lookup
 from minifloat.kernels import processors
 from minifloat.kernels.bandwidth import read_bandwidth
+from minifloat.kernels.memory import total_memory
 from minifloat.kernels.product_rate import measure_product_rate
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 
@@ -161,5 +160,4 @@ def _this_machine(bandwidth: float | None, peak: float | None) -> Hardware:
     source = [f"{' and '.join(given)} as given"] if given else []
     source += [f"{' and '.join(measured)} measured with {threads} threads"] if measured else []
     peaks = MappingProxyType({BFLOAT16: peak})
-    memory = int(psutil.virtual_memory().total)
-    return Hardware(CPU, f"this machine, {threads} cores", memory, bandwidth, peaks, "; ".join(source))
+    return Hardware(CPU, f"this machine, {threads} cores", total_memory(), bandwidth, peaks, "; ".join(source))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import psutil
 import torch
 
 from minifloat.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from minifloat.engine.speculation.drafters import ModelDrafter, PromptLookup
 from minifloat.engine.speculation.speculator import Drafter
 from minifloat.errors import UsageError
 from minifloat.kernels.decoder import Attention, Decoder, DeltaNet, Experts, Layer, Mlp, Rotary
+from minifloat.kernels.memory import available_memory
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack, why_not
 from minifloat.model.runtime.lm_head import FP8, round_weight
@@ -103,7 +103,7 @@ def _read_draft(
 
 def _check_memory(nbytes: int, what: str) -> None:
     """Raise UsageError if memory is missing."""
-    free = psutil.virtual_memory().available
+    free = available_memory()
     if nbytes > free:
         raise UsageError(f"speculate: {what} takes {nbytes / _MIB:.0f} MiB, and {free / _MIB:.0f} MiB are free")
 

@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from minifloat._version import __version__
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
@@ -35,6 +33,7 @@ from minifloat.evaluate.bench.worker import Worker
 from minifloat.evaluate.bench.workload import BatchTimings, BenchOptions, Workload
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
+from minifloat.kernels.memory import available_memory
 from minifloat.report.document import ShortReport
 
 #: Bytes that the bandwidth probe reads: far more than any cache holds.
@@ -217,7 +216,7 @@ def bench_checkpoint(
     needed = sum(contender.nbytes + _OVERHEAD_BYTES for contender in contenders) + _PROBE_BYTES
     device = options.engine.device
     gpu = None if device == "cpu" else _gpu(device)
-    together = needed < (psutil.virtual_memory().available if gpu is None else gpu.free)
+    together = needed < (available_memory() if gpu is None else gpu.free)
     bandwidths: list[float] = []
     turns = load.rounds * len(contenders)
     with ExitStack() as stack:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.model import CalibrationModel, available_memory
+from minifloat.calibration.model import CalibrationModel
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
+from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.roles import text_config
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.tensor import QuantizedTensor
