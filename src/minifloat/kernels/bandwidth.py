@@ -1,9 +1,4 @@
-"""Measures how fast this machine reads memory, the limit of kernels for few tokens.
-
-A product with one token reads every weight once and does little else, so it takes at least the bytes of the weights
-divided by this bandwidth. The measurement reads as the kernels do: same threads, 2 MB pages if the system gives them,
-software prefetch. It measures neither caches (the buffer must be far larger than the last-level cache) nor writes.
-"""
+"""Measures how fast this machine reads memory, the limit of kernels for few tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +19,9 @@ _WORD = np.dtype(np.uint64)
 
 @dataclass(frozen=True)
 class ReadBandwidth:
-    """A measured read bandwidth.
+    """A measured read bandwidth."""
 
-    Attributes:
-        bytes: Size of the buffer.
-    """
-
-    bytes: int
+    bytes: int  #: size of the buffer
     threads: int
     samples: tuple[float, ...]
 

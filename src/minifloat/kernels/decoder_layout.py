@@ -1,10 +1,4 @@
-"""`DecoderLayout`: what a decoder computes, and the names and shapes of its parameters, without any weight.
-
-The decoders of CPUs (`minifloat.kernels.decoder`) and of GPUs are built from it. Numbers and options of a part are
-declared in a class of their own (`AttentionOptions`, ...), which the part with tensors in `kernels.decoder` inherits
-too; layouts are equal by their fields, parts with tensors by identity. A parameter's name is that in transformers'
-model. Imports no torch.
-"""
+"""`DecoderLayout`: what a decoder computes, and the names and shapes of its parameters, without any weight."""
 
 from __future__ import annotations
 
@@ -70,22 +64,14 @@ class NormLayout:
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """A rotary embedding.
+    """A rotary embedding."""
 
-    Attributes:
-        parameters: Those of the config, sorted.
-        positions: Tokens of the longest text.
-        interleaved: Whether neighbouring dimensions turn together.
-        partial: Whether ``partial_rotary_factor`` applies.
-        long: Whether the factors of long texts of "longrope" apply.
-    """
-
-    parameters: tuple[tuple[str, Any], ...]
+    parameters: tuple[tuple[str, Any], ...]  #: those of the config, sorted
     head_dim: int
-    positions: int
-    interleaved: bool = False
-    partial: bool = False
-    long: bool = False
+    positions: int  #: tokens of the longest text
+    interleaved: bool = False  #: whether neighbouring dimensions turn together
+    partial: bool = False  #: whether ``partial_rotary_factor`` applies
+    long: bool = False  #: whether the factors of long texts of "longrope" apply
 
     @property
     def longest_short_text(self) -> int | None:
@@ -98,14 +84,9 @@ class RotaryLayout:
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Latent attention.
+    """Latent attention."""
 
-    Attributes:
-        up: The linear whose rows are, for each head, those of its keys ``[plain, rank]`` and values ``[value_dim,
-            rank]``.
-    """
-
-    up: LinearLayout
+    up: LinearLayout  #: its rows are, for each head, those of keys ``[plain, rank]`` and values ``[value_dim, rank]``
     plain: int
     value_dim: int
     kv_norm: NormLayout | None
@@ -119,28 +100,19 @@ class LatentLayout:
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions:
-    """Softmax attention of grouped queries.
-
-    Attributes:
-        whole_norms: Whether the norms of q and k are over all heads together.
-        window: A query sees the last `window` keys, its own included; None for all keys up to its own.
-        score_cap: Scores become ``cap * tanh(score / cap)``; None: they do not.
-        clip: q, k and v are clamped to this magnitude after their products; None: they are not.
-        gated: Whether rows of q are ``[q | gate]`` for each head; results are multiplied by ``sigmoid(gate)``.
-        values: One of `VALUES`.
-    """
+    """Softmax attention of grouped queries."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     _: KW_ONLY
-    whole_norms: bool = False
-    window: int | None = None
-    score_cap: float | None = None
-    clip: float | None = None
-    gated: bool = False
-    values: str = "own"
+    whole_norms: bool = False  #: whether the norms of q and k are over all heads together
+    window: int | None = None  #: a query sees the last `window` keys, its own included; None for all keys up to its own
+    score_cap: float | None = None  #: scores become ``cap * tanh(score / cap)``; None: they do not
+    clip: float | None = None  #: q, k and v are clamped to this magnitude after their products; None: they are not
+    gated: bool = False  #: whether rows of q are ``[q | gate]`` for each head
+    values: str = "own"  #: one of `VALUES`
 
 
 @dataclass(frozen=True)
@@ -165,37 +137,29 @@ class AttentionLayout(AttentionOptions):
 
 @dataclass(frozen=True, eq=False)
 class DeltaOptions:
-    """The gated delta rule of a layer, in the place of attention.
-
-    Attributes:
-        grouped: Whether the rows of a product are those of each key head in turn, not those of q, of k, ...
-    """
+    """The gated delta rule of a layer, in the place of attention."""
 
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
     _: KW_ONLY
-    grouped: bool = False
+    grouped: bool = (
+        False  #: whether the rows of a product are those of each key head in turn, not those of q, then of k
+    )
 
 
 @dataclass(frozen=True)
 class DeltaLayout(DeltaOptions):
-    """A gated delta rule.
-
-    Attributes:
-        conv: Name of the weight ``[channels, 1, conv_width]`` of the convolution.
-        decay: Name of the logarithms ``[v_heads]`` of the decays.
-        dt_bias: Name of what is added to a, ``[v_heads]``.
-    """
+    """A gated delta rule."""
 
     conv_width: int
     qkvz: tuple[LinearLayout, ...]
     ba: tuple[LinearLayout, ...]
     out: LinearLayout
-    conv: str
-    decay: str
-    dt_bias: str
+    conv: str  #: name of the weight ``[channels, 1, conv_width]`` of the convolution
+    decay: str  #: name of the logarithms ``[v_heads]`` of the decays
+    dt_bias: str  #: name of what is added to a, ``[v_heads]``
     norm: NormLayout
 
     def shapes(self) -> Shapes:
@@ -253,39 +217,26 @@ class MlpLayout:
 
 @dataclass(frozen=True, eq=False)
 class RouterOptions:
-    """How the experts of a token are chosen.
-
-    Attributes:
-        kind: One of `ROUTERS`.
-        normalize: Whether the weights of the chosen experts sum to 1.
-        groups_kept: Experts of so many best groups alone are chosen.
-        group_best: A group counts as the sum of this number of its best scores, 1 or 2.
-        factor: Multiplies the weights.
-    """
+    """How the experts of a token are chosen."""
 
     _: KW_ONLY
     top_k: int
-    kind: str = "softmax"
-    normalize: bool = False
+    kind: str = "softmax"  #: one of `ROUTERS`
+    normalize: bool = False  #: whether the weights of the chosen experts sum to 1
     groups: int = 1
-    groups_kept: int = 1
-    group_best: int = 2
-    factor: float = 1.0
+    groups_kept: int = 1  #: experts of so many best groups alone are chosen
+    group_best: int = 2  #: a group counts as the sum of this number of its best scores, 1 or 2
+    factor: float = 1.0  #: multiplies the weights
 
 
 @dataclass(frozen=True)
 class RouterLayout(RouterOptions):
-    """A router: names of ``[experts, hidden]``, and of ``[experts]`` each.
-
-    Attributes:
-        correction: What is added to the scores for the choice alone.
-        scales: What multiplies the weights at the end.
-    """
+    """A router: names of ``[experts, hidden]``, and of ``[experts]`` each."""
 
     weight: str
     bias: str | None = None
-    correction: str | None = None
-    scales: str | None = None
+    correction: str | None = None  #: what is added to the scores for the choice alone
+    scales: str | None = None  #: what multiplies the weights at the end
 
 
 @dataclass(frozen=True)
@@ -300,36 +251,23 @@ class ExpertNormsLayout:
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """An MLP of which each token uses some of many experts.
-
-    Attributes:
-        gate_up: Name of the fused projections, and of `down` too, whether or not experts are stored one by one.
-        shape: Intermediate and hidden size.
-        gate_up_bias: Name of the biases ``[experts, 2 * intermediate]``, or None.
-        down_bias: Name of the biases ``[experts, hidden]``, or None.
-        transposed: Whether fused projections that are not quantized are ``[experts, K, N]``.
-        either: Whether these may be so: they are, where their shape is not ``[experts, N, K]``.
-        interleaved: Whether the rows of gate and up alternate.
-        shared: An MLP that all tokens use besides, or None.
-        shared_gate: Name of the weight ``[1, hidden]`` of its gate, or None.
-        norms: Norms of their own, where the shared MLP reads another input, or None.
-    """
+    """An MLP of which each token uses some of many experts."""
 
     router: RouterLayout
-    gate_up: str
+    gate_up: str  #: name of the fused projections, and of `down` too, whether or not experts are stored one by one
     down: str
     count: int
-    shape: tuple[int, int]
+    shape: tuple[int, int]  #: intermediate and hidden size
     experts: tuple[MlpLayout, ...] = ()
-    gate_up_bias: str | None = None
-    down_bias: str | None = None
+    gate_up_bias: str | None = None  #: name of the biases ``[experts, 2 * intermediate]``, or None
+    down_bias: str | None = None  #: name of the biases ``[experts, hidden]``, or None
     activation: Activation = SILU
-    transposed: bool = False
-    either: bool = False
-    interleaved: bool = False
-    shared: MlpLayout | None = None
-    shared_gate: str | None = None
-    norms: ExpertNormsLayout | None = None
+    transposed: bool = False  #: whether fused projections that are not quantized are ``[experts, K, N]``
+    either: bool = False  #: whether these may be so: they are, where their shape is not ``[experts, N, K]``
+    interleaved: bool = False  #: whether the rows of gate and up alternate
+    shared: MlpLayout | None = None  #: an MLP that all tokens use besides, or None
+    shared_gate: str | None = None  #: name of the weight ``[1, hidden]`` of its gate, or None
+    norms: ExpertNormsLayout | None = None  #: norms of their own, where the shared MLP reads another input, or None
 
     def shapes(self) -> Shapes:
         """Return the shapes of its parameters by name, in the order in which they are read."""
@@ -393,18 +331,12 @@ class LayerInputsLayout(LayerInputsOptions):
 
 @dataclass(frozen=True, eq=False)
 class LayerOptions:
-    """``x += attention_norm(attention(input_norm(x)))``, then ``x += result_norm(mlp(mlp_norm(x)))``.
-
-    Attributes:
-        parallel: Whether the MLP does not see the result of attention.
-        residual_factor: Multiplies both results.
-        cache_of: Index of an earlier layer whose keys and values attention reads; None: it has its own.
-    """
+    """``x += attention_norm(attention(input_norm(x)))``, then ``x += result_norm(mlp(mlp_norm(x)))``."""
 
     _: KW_ONLY
-    parallel: bool = False
-    residual_factor: float = 1.0
-    cache_of: int | None = None
+    parallel: bool = False  #: whether the MLP does not see the result of attention
+    residual_factor: float = 1.0  #: multiplies both results
+    cache_of: int | None = None  #: an earlier layer whose keys and values attention reads; None: its own
 
 
 @dataclass(frozen=True)
@@ -445,25 +377,17 @@ class DecoderOptions:
 
 @dataclass(frozen=True)
 class DecoderLayout(DecoderOptions):
-    """A model, from token ids to logits.
-
-    Attributes:
-        embedding: Name of the embedding ``[vocab, hidden]``.
-        rounds_embedding_factor: Whether the factor is rounded to the model's dtype.
-        renamings: Patterns of names on disk, and what they become.
-        unused: Patterns of names on disk that no layer reads.
-        inputs: What layers read of a token besides the residual stream, or None.
-    """
+    """A model, from token ids to logits."""
 
     hidden: int
     layers: tuple[LayerLayout, ...]
-    embedding: str
+    embedding: str  #: name of the embedding ``[vocab, hidden]``
     norm: NormLayout
     lm_head: LinearLayout
-    rounds_embedding_factor: bool = False
-    renamings: tuple[tuple[str, str], ...] = ()
-    unused: tuple[str, ...] = ()
-    inputs: LayerInputsLayout | None = None
+    rounds_embedding_factor: bool = False  #: whether the factor is rounded to the model's dtype
+    renamings: tuple[tuple[str, str], ...] = ()  #: patterns of names on disk, and what they become
+    unused: tuple[str, ...] = ()  #: patterns of names on disk that no layer reads
+    inputs: LayerInputsLayout | None = None  #: what layers read of a token besides the residual stream, or None
 
     def shapes(self) -> Shapes:
         """Return the shapes of its parameters by name, in the order in which they are read."""

@@ -1,9 +1,4 @@
-"""The products as ops of torch, ``torch.ops.minifloat.*``, for `torch.compile` and `torch.export`.
-
-In eager mode the public functions call the library directly, which costs less per call than torch's dispatcher with a
-Python op. They use these ops while torch traces, and when autograd must learn that there is no gradient. The ops take
-the tensors of packed weights and read their headers, so that a wrong call is an error.
-"""
+"""The products as ops of torch, ``torch.ops.minifloat.*``, for `torch.compile` and `torch.export`."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""Processors that a process may use, its quota in control groups, and the OpenMP runtimes it has loaded.
-
-Imports no torch, so that the command line can set how long OpenMP spins before torch loads it.
-
-An idle OpenMP thread, and one that waits for the others at the end of a product, spins for a while before it sleeps,
-because waking a thread costs 90 us. By default GNU's runtime spins for more than ten milliseconds; if another process
-is busy, the spinning thread takes the processor from the very thread that it waits for. `bound_spin` sets a shorter
-time. Mean time of a call, measured with products of 0.16 ms on two cores:
-
-    rounds        alone, pauses of 0 to 100 us / 300 us / 1 ms      beside a process that never sleeps
-    default       0.17 / 0.18 / 0.21 ms                             1.2 to 2.9 ms, 2% of the calls over 8 ms
-    30000         0.17 to 0.20 / 0.18 / 0.27 ms                     0.8 to 1.0 ms, 2% over 1.5 to 3.3 ms
-    10000         0.18 to 0.19 / 0.26 / 0.28 ms                     0.5 to 0.7 ms, 2% over 0.8 to 1.5 ms
-    1000          0.24 / 0.24 / 0.25 ms                             0.4 to 0.5 ms, 2% over 0.5 to 5.1 ms
-
-Not covered: LLVM's and Intel's runtimes, which have a setting of their own (KMP_BLOCKTIME).
-"""
+"""Processors that a process may use, its quota in control groups, and the OpenMP runtimes it has loaded."""
 
 from __future__ import annotations
 
@@ -27,6 +11,9 @@ from pathlib import Path
 
 from minifloat.errors import UsageError
 
+# Waking a thread costs 90 us, so idle ones spin; by default GNU's runtime spins for over ten milliseconds and then
+# takes the processor from the very thread it waits for: beside a busy process a call of 0.16 ms took 1.2 to 2.9 ms, and
+# with this number 0.5 to 0.7 ms. Runtimes of LLVM and Intel have a setting of their own (KMP_BLOCKTIME).
 #: Rounds that a waiting thread spins, about 25 ns each: longer than the pause between the products of a layer.
 SPIN_COUNT = 10000
 
@@ -40,10 +27,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def bound_spin() -> None:
-    """Limit how long GNU's OpenMP spins, unless the environment sets it already.
-
-    The runtime reads the setting when torch loads it; later calls change nothing.
-    """
+    """Limit how long GNU's OpenMP spins, unless the environment sets it already."""
     if not any(name in os.environ for name in _SPIN_VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
@@ -57,12 +41,7 @@ def workers(requested: int | None) -> int:
 
 @cache
 def limit() -> int:
-    """Return how many threads this process can run at the same time, at least 1.
-
-    This is the number of processors that it may be scheduled on (affinity), or the quota of its control groups, rounded
-    up, if that is less: a quota of 1.5 processors gives 2 threads. Where OpenMP binds each thread to one processor, its
-    runtime knows the number.
-    """
+    """Return how many threads this process can run at the same time, at least 1."""
     quota = cgroup_quota()
     processors = max(available(), openmp_processors())
     return processors if quota is None else max(1, min(processors, math.ceil(quota)))
@@ -76,10 +55,7 @@ def available() -> int:
 
 
 def openmp_processors() -> int:
-    """Return the number of processors that a loaded OpenMP runtime binds its threads to; 0 if it binds none.
-
-    A runtime that binds threads binds the one that loads it too, whose affinity is one processor from then on.
-    """
+    """Return the number of processors that a loaded OpenMP runtime binds its threads to; 0 if it binds none."""
     if not any(name in os.environ for name in _BIND_VARIABLES):
         return 0
     runtimes = [ctypes.CDLL(path) for path in openmp_runtimes()]

@@ -1,8 +1,4 @@
-"""How fast this machine multiplies BF16 matrices, measured in a tenth of a second without torch.
-
-The product is that of `minifloat.kernels.rounding.gram`, on the native library; without the library, NumPy's product in
-float32 stands in. An estimate of how long a computation with many large products takes begins with this rate.
-"""
+"""How fast this machine multiplies BF16 matrices, measured in a tenth of a second without torch."""
 
 from __future__ import annotations
 

@@ -1,17 +1,4 @@
-"""The number of threads that a call of the kernels uses.
-
-Kernels and torch compute with the same OpenMP threads, so there is one number for both: `torch.set_num_threads`,
-``OMP_NUM_THREADS`` (which torch reads) and `set_threads` all set it. Kernels respect the quota of the process, which
-torch ignores: in a container with a quota of two processors on a machine with 64, torch starts 64 threads that wait for
-each other.
-
-Any number of Python threads may call kernels at the same time; each has its own team of threads, so give each a share.
-After a fork the threads of the parent are gone: a child of a process that had started them computes with one thread
-(use spawn to have more).
-
-A program that uses this package as a library on a busy machine should call `minifloat.kernels.processors.bound_spin`
-before anything imports torch, as the command line does: otherwise waiting threads spin for more than ten milliseconds.
-"""
+"""The number of threads that a call of the kernels uses."""
 
 from __future__ import annotations
 
@@ -20,6 +7,9 @@ import torch
 from minifloat.errors import UsageError
 from minifloat.kernels import native
 from minifloat.kernels.processors import limit
+
+# Kernels and torch compute with the same OpenMP threads. A quota of control groups bounds ours; torch ignores it. A
+# forked child of a process that had started threads computes with one.
 
 __all__ = ["count", "limit", "release", "set_threads"]
 
@@ -37,12 +27,8 @@ def set_threads(threads: int) -> None:
 
 
 def release() -> None:
-    """End the OpenMP threads of the calling thread, torch's included; its next call starts them again.
-
-    For a thread that has loaded a model and leaves computing to another thread. GNU OpenMP counts the threads of all
-    teams; if there are more threads than processors, the threads of every team sleep instead of spinning: a decoding
-    step of a 1.1B model took 12% longer, one of a 4M model 2.4 times as long.
-    """
+    """End the OpenMP threads of the calling thread, torch's included; its next call starts them again."""
+    # With more threads than processors, those of every team sleep: a step of a 4M model took 2.4 times as long.
     library = native.load()
     if library is not None:
         library.release_threads()

@@ -1,11 +1,4 @@
-"""Rounding to formats of at most 8 bits inside Triton kernels, bit for bit as `numerics/cast.py` and `scale.py`.
-
-Every step is integer arithmetic on the bits of float32, or one float32 operation that IEEE 754 defines. Only where
-`rounds_e4m3` says so may a kernel use the cast to E4M3 of the hardware. Two things would change bits and are prevented:
-multiply-adds that the compiler fuses by itself (every launch passes `OPTIONS`; `fused` asks for one where it is meant)
-and approximate division (kernels use `tl.div_rn` or `divide`, not the operator). Imports triton; `triton_runtime` tells
-whether it is installed.
-"""
+"""Rounding to formats of at most 8 bits inside Triton kernels, bit for bit as `numerics/cast.py` and `scale.py`."""
 
 from __future__ import annotations
 
@@ -20,6 +13,9 @@ import triton.language as tl
 from minifloat.kernels import triton_runtime
 from minifloat.numerics.formats import FLOAT32, ElementFormat
 
+# Every step is integer arithmetic on the bits of float32, or one operation that IEEE 754 defines. Two things would
+# change bits: multiply-adds that the compiler fuses by itself, and approximate division (`tl.div_rn` or `divide` is
+# exact).
 #: Options of every launch of a kernel that rounds.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -50,11 +46,7 @@ def constants(fmt: ElementFormat, prefix: str) -> dict[str, int]:
 
 @functools.cache
 def rounds_e4m3(device: torch.device) -> bool:
-    """Return whether kernels on `device` may round float32 to E4M3 by the instruction of compute capability 8.9.
-
-    It rounds to nearest, ties to even, and clamps to the largest value, as `encode` does, NaN apart. The interpreter
-    gets this rounding wrong.
-    """
+    """Return whether kernels on `device` may round float32 to E4M3 by the instruction of compute capability 8.9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -102,13 +94,9 @@ def fused(a, b, c):
 
 @triton.jit
 def divide(w, divisor, inverse):
-    """Return ``w / divisor`` as IEEE 754 rounds it, in five operations; a zero may lose its sign.
-
-    Two steps of Markstein's correction: the first quotient is off by up to 1.5 units in the last place, the second by
-    less than one, and the third is the rounded one, because the remainder of the second is exact.
-
-    Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990, theorem 2.
-    """
+    """Return ``w / divisor`` as IEEE 754 rounds it, in five operations; a zero may lose its sign."""
+    # Markstein, Computation of elementary functions on the IBM RISC System/6000, 1990, theorem 2: the first quotient is
+    # off by up to 1.5 units in the last place, the second by less than one, and the third is the rounded one.
     quotient = w * inverse
     quotient = fused(fused(quotient, -divisor, w), inverse, quotient)
     return fused(fused(quotient, -divisor, w), inverse, quotient)
@@ -116,12 +104,8 @@ def divide(w, divisor, inverse):
 
 @triton.jit
 def division_terms(scale):
-    """Return a factor for dividends, a divisor and its inverse: ``divide`` then divides by any `scale` > 0.
-
-    Scales outside of the range that `divide` takes are multiplied, with their dividends, by a power of two. Dividends
-    that this makes subnormal have quotients far below the smallest element. By Inf, finite numbers give 0 and Inf gives
-    NaN; by NaN, everything gives NaN.
-    """
+    """Return a factor for dividends, a divisor and its inverse: ``divide`` then divides by any `scale` > 0."""
+    # By Inf, finite numbers give 0 and Inf gives NaN; by NaN, everything gives NaN.
     factor = tl.where(scale < _SMALL, _UP, tl.where(scale > _LARGE, _DOWN, 1.0))
     divisor = scale * factor
     is_number = bits_of(scale) < INF_BITS
@@ -135,11 +119,7 @@ def division_terms(scale):
 def round_magnitude(
     x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, STEP: tl.constexpr, CLAMP: tl.constexpr
 ):
-    """Round float32 numbers >= 0 to the nearest values of a format times `STEP`, ties to even.
-
-    The sum of a number and of the power of two whose last bit weighs as much as the last bit of the result is rounded
-    there.
-    """
+    """Round float32 numbers >= 0 to the nearest values of a format times `STEP`, ties to even."""
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS) * STEP
     MAGIC: tl.constexpr = 2.0 ** (_MANTISSA - MANTISSA)
     if CLAMP:
@@ -150,10 +130,7 @@ def round_magnitude(
 
 @triton.jit
 def code_of(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Return the int32 code of a float32 >= 0 that is a value of the format.
-
-    The power of two moves the smallest normal number of the format to that of float32: the exponent fields agree.
-    """
+    """Return the int32 code of a float32 >= 0 that is a value of the format."""
     SHIFT: tl.constexpr = _MANTISSA - MANTISSA
     DOWN: tl.constexpr = 2.0 ** (BIAS - _BIAS)
     return bits_of(value * DOWN) >> SHIFT

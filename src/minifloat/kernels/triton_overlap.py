@@ -1,12 +1,4 @@
-"""Overlaps the start of a Triton kernel with the end of the one before it: programmatic dependent launch.
-
-From compute capability 9.0 on, a kernel may be launched before the kernel ahead of it in the stream has ended. Until
-`wait` returns, it must not read what an earlier kernel writes, nor write anything; it may read constants such as
-weights at once. So the latency of a launch, and that of the first reads of a weight, pass while the kernel before still
-runs.
-
-Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, ``griddepcontrol``.
-"""
+"""Overlaps the start of a Triton kernel with the end of the one before it: programmatic dependent launch."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,unused-ignore"
 
@@ -22,6 +14,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minifloat.kernels.triton_runtime import is_interpreted
+
+# From compute capability 9.0 on a kernel may start before the one ahead has ended. Until `wait` returns it must neither
+# read what an earlier kernel writes, nor write. Source: CUDA programming guide, "Programmatic Dependent Launch".
 
 #: The environment variable that switches the overlap off: 0.
 VARIABLE = "MINIFLOAT_GPU_OVERLAP"

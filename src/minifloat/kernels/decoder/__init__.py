@@ -1,9 +1,4 @@
-"""`step` runs the new tokens of a batch of sequences through all layers of a decoder, in one call.
-
-A decoded token passes some two hundred small operations between its linears; called from Python, each would cost as
-much as it computes. Keys and values are in a paged cache, whose blocks the scheduler assigns. Not included: sampling,
-gradients, and other devices than the CPU.
-"""
+"""`step` runs the new tokens of a batch of sequences through all layers of a decoder, in one call."""
 
 from __future__ import annotations
 
@@ -60,29 +55,7 @@ def step(
     *,
     nanoseconds: Tensor | None = None,
 ) -> Tensor:
-    """Put the new tokens of a batch into the cache and compute the requested logits.
-
-    Every number is float32, except the inputs and outputs of linears and the queries, which are rounded to
-    `Decoder.dtype`, and keys and values, which are rounded once to the element of the cache (E4M3: divided by their
-    scale, clamped). Linears are those of `minifloat.kernels.linear.linear`: no weight is rounded, sums are float32.
-    With `Decoder.int8_inputs` they round inputs and weights to int8 where the kernels do, and in the reference always.
-
-    The logits of a sequence do not depend on other sequences of the batch, nor on how its tokens are divided into
-    steps, up to the order of float32 sums; with `Decoder.batch_invariant`, to the last bit. Neither NaN of another
-    sequence nor old contents of the cache reach a sequence.
-
-    Args:
-        decoder: The model.
-        cache: A cache of the decoder's `cache_shapes`; written.
-        batch: The new tokens and the requested logits.
-        impl: "auto" (the native library if it is loaded, else the reference), "reference" or "cpu".
-        states: The states of the sequences, of the decoder's `state_floats` if that is not 0; written. If the step
-            fails while it runs, the states of its sequences are lost: they begin at position 0 again.
-        nanoseconds: int64 ``[len(PARTS)]``, to which the native library adds the time of each part; None: not measured.
-
-    Returns:
-        float32 ``[R, vocab]``, a row for each entry of `StepBatch.logits`.
-    """
+    """Put the new tokens of a batch into the cache and compute the requested logits."""
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
     reason = cpu.why_not()

@@ -1,12 +1,4 @@
-"""`Attention`: softmax attention of grouped queries, with all that models add to it, and latent attention (MLA).
-
-In latent attention a token has one latent c ``[rank]`` and one rotated key r, from which a head h has its key ``[K_h c
-| r]`` and its value ``V_h c``. With ``K_h`` multiplied into the query, all heads attend to the same key ``[c | r]`` and
-to the value c, and ``V_h`` multiplies the result once: the cache holds c and r alone, once for all heads, and keys of
-heads are never made.
-
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the products in this order are in its appendix C.
-"""
+"""`Attention`: softmax attention of grouped queries, with all that models add to it, and latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -24,43 +16,32 @@ from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.native.structs import CONSTANTS
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 
+# In latent attention (MLA) a token has one latent c and one rotated key r, from which a head h has the key ``[K_h c |
+# r]`` and the value ``V_h c``. With ``K_h`` multiplied into the query, all heads attend to the one key ``[c | r]``: the
+# cache holds c and r once for all heads. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
+
 #: Multiplies rows with a packed weight.
 _Multiply = Callable[[Tensor, PackedWeight], Tensor]
 
 
 class CacheShape(NamedTuple):
-    """The keys and values of a layer.
-
-    Attributes:
-        latent: Number of dimensions of a key that are its value too, which is not stored again; None: values are.
-    """
+    """The keys and values of a layer."""
 
     kv_heads: int
     head_dim: int
-    latent: int | None = None
+    latent: int | None = None  #: number of dimensions of a key that are its value too, which is not stored again
 
 
 @dataclass(frozen=True, eq=False)
 class Latent:
-    """The matrices of latent attention beside `Attention.qkv` and `Attention.out`.
+    """The matrices of latent attention beside `Attention.qkv` and `Attention.out`."""
 
-    Attributes:
-        keys: For each head the transposed ``K_h``, ``[rank, plain]``; `plain`: dimensions of a query that do not turn.
-        values: For each head ``V_h``, ``[value_dim, rank]``.
-        key_factors: float32 ``[heads, plain]``, which multiply the queries before `keys` does: scales of the rows of
-            ``K_h``, which are columns here; or None.
-        kv_norm: A norm of the latent, ``[rank]``, or None.
-        q_up: ``[heads * (plain + turned), q_rank]``: makes the queries of what `Attention.qkv` has in their place; or
-            None.
-        q_norm: A norm of the input of `q_up`, or None.
-    """
-
-    keys: PackedExperts
-    values: PackedExperts
-    key_factors: Tensor | None = None
-    kv_norm: Norm | None = None
-    q_up: PackedWeight | None = None
-    q_norm: Norm | None = None
+    keys: PackedExperts  #: for each head the transposed ``K_h``, ``[rank, plain]``
+    values: PackedExperts  #: for each head ``V_h``, ``[value_dim, rank]``
+    key_factors: Tensor | None = None  #: float32 ``[heads, plain]``, which multiply the queries before `keys` does
+    kv_norm: Norm | None = None  #: a norm of the latent, ``[rank]``, or None
+    q_up: PackedWeight | None = None  #: makes q of what `Attention.qkv` has in its place
+    q_norm: Norm | None = None  #: a norm of the input of `q_up`, or None
 
     @property
     def rank(self) -> int:
@@ -125,35 +106,18 @@ class Latent:
 
 @dataclass(frozen=True, eq=False)
 class Attention(AttentionOptions):
-    """The attention of a layer.
+    """The attention of a layer."""
 
-    Attributes:
-        qkv: The rows of q ``[heads * d, hidden]``, twice as many if `gated`, k and v ``[kv_heads * d, hidden]``, in one
-            to three weights. Without values of its own, the layer has no rows of v; with those of another layer, none
-            of k.
-        qkv_bias: A bias or None for each weight of `qkv`, of one dtype; or None.
-        out: ``[hidden, heads * d]``.
-        out_bias: ``[hidden]`` or None.
-        rotary: The rotary embedding of q and k, or None.
-        q_norm: A norm of q before the rotation, or None. Its weight is ``[d]`` for all heads, or ``[heads * d]``.
-        v_norm: A norm of the values of each head, ``[d]``, or None.
-        sinks: float32 ``[heads]``: a score of each head that takes part in the softmax and has no value; or None.
-        latent: The matrices of latent attention, with ``values="latent"``; else None. There is one key-value head of
-            ``[latent | turned]``, and `head_dim` is its size. Rows of `qkv` are those of q, ``[heads * (plain +
-            turned), hidden]``, or what `Latent.q_up` makes q of, and of the key, ``[head_dim, hidden]``; `out` is
-            ``[hidden, heads * value_dim]``. There are no other norms, no clipping and no gates.
-    """
-
-    qkv: FusedWeights
-    out: PackedWeight
-    qkv_bias: tuple[Tensor | None, ...] | None = None
-    out_bias: Tensor | None = None
-    rotary: Rotary | None = None
-    q_norm: Norm | None = None
+    qkv: FusedWeights  #: rows of q ``[heads * d, hidden]``, twice as many if `gated`, of k and v; one to three weights
+    out: PackedWeight  #: ``[hidden, heads * d]``
+    qkv_bias: tuple[Tensor | None, ...] | None = None  #: a bias or None for each weight of `qkv`, of one dtype; or None
+    out_bias: Tensor | None = None  #: ``[hidden]`` or None
+    rotary: Rotary | None = None  #: the rotary embedding of q and k, or None
+    q_norm: Norm | None = None  #: before the rotation; its weight is ``[d]`` for all heads, or ``[heads * d]``
     k_norm: Norm | None = None
-    v_norm: Norm | None = None
-    sinks: Tensor | None = None
-    latent: Latent | None = None
+    v_norm: Norm | None = None  #: a norm of the values of each head, ``[d]``, or None
+    sinks: Tensor | None = None  #: float32 ``[heads]``: scores that take part in the softmax and have no value
+    latent: Latent | None = None  #: the matrices of latent attention, with ``values="latent"``; else None
     k_scale: float = 1.0
     v_scale: float = 1.0
 

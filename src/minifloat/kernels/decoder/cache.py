@@ -1,22 +1,4 @@
-"""`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens.
-
-A block of one key-value head and layer is contiguous, keys before values, so that attention reads it as one stream.
-A layer of latent attention (`attention.py`) has keys alone: the values are their first dimensions.
-Keys are transposed: the same dimension of all tokens of a block is one vector, so that the scores of a query need no
-horizontal sums. bfloat16 numbers are paired, by dimension for keys and by token for values: matrix units take their
-second operand in this order, and one shift or mask turns it into float32.
-
-    float32, E4M3   keys [d][token]           values [token][padded d]
-    bfloat16        keys [d / 2][token][2]    values [token / 2][padded d][2]
-
-Values are padded to whole vectors; the contents of the padding are ignored. Layers may have caches of different
-shapes, and some layers read the cache of another; all have the same blocks. The cache does not know which sequence owns
-a block.
-
-`SequenceStates` is what layers with a gated delta rule keep of each sequence. Unlike keys and values, a state has the
-same size for every length of the text, and only its newest version exists: a step continues it, and nothing can go back
-to an earlier token.
-"""
+"""`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens."""
 
 from __future__ import annotations
 
@@ -32,6 +14,12 @@ from minifloat.kernels.pack.weight import allocate
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E4M3
 
+# A block of one key-value head and layer is contiguous, keys before values; a layer of latent attention has keys alone.
+# Keys are transposed, so that the scores of a query need no horizontal sums; values are padded to whole vectors:
+#
+#     float32, E4M3   keys [d][token]           values [token][padded d]
+#     bfloat16        keys [d / 2][token][2]    values [token / 2][padded d][2]   the order that matrix units take
+
 #: Element formats of a cache and the dtypes that store them.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "E4M3": torch.uint8}
 _VECTOR = 16
@@ -39,11 +27,7 @@ _UNKNOWN = -1
 
 
 class KVCache:
-    """The memory of a cache; blocks are undefined until a step writes them.
-
-    Attributes:
-        data: uint8, all bytes: for each of `shapes` ``[blocks, kv_heads, bytes]``.
-    """
+    """The memory of a cache; blocks are undefined until a step writes them."""
 
     def __init__(self, shapes: Sequence[CacheShape | tuple[int, int]], blocks: int, element: str) -> None:
         for kv_heads, head_dim, *_ in shapes:
@@ -85,10 +69,7 @@ class KVCache:
             value_view[block, :, row // pair, : keys.shape[-1], row % pair] = self._coded(values, scales[1])
 
     def read(self, layer: int, blocks: Tensor, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Return keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
-
-        Values of latents are ``[.., latent]``.
-        """
+        """Return keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch."""
         key_view, value_view, _ = self._views(layer)
         shape = self.shapes[layer]
         keys = self._decoded(key_view[blocks].permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1), scales[0])
@@ -130,21 +111,15 @@ def _padded(head_dim: int) -> int:
 
 
 class SequenceStates:
-    """The memory of the states of some sequences, of which each has a slot.
-
-    A state is undefined until a step writes it; one whose first token is at position 0 begins with zeros.
-
-    Attributes:
-        data: float32 ``[slots, floats]``. A slot that was never used takes no memory of the machine.
-        tokens: int32 ``[slots]``: how many tokens of its sequence each state has seen; -1: undefined.
-    """
+    """The memory of the states of some sequences, of which each has a slot."""
 
     def __init__(self, floats: int, slots: int) -> None:
         for name, size in (("floats", floats), ("slots", slots)):
             if size < 1:
                 raise ShapeError(name, f"expected at least 1, got {size}")
         memory = allocate(slots * floats * torch.float32.itemsize)
-        self.data = memory.view(torch.float32).view(slots, floats)
+        self.data = memory.view(torch.float32).view(slots, floats)  # a slot never used takes no memory of the machine
+        # How many tokens of its sequence each state has seen.
         self.tokens = torch.full((slots,), _UNKNOWN, dtype=torch.int32)
 
     @property

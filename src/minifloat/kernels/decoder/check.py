@@ -1,8 +1,4 @@
-"""Validates a batch before every step, in some tens of microseconds.
-
-The block table separates sequences and bounds the memory accesses of kernels, so every entry that a step reads is
-checked.
-"""
+"""Validates a batch before every step, in some tens of microseconds."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from minifloat.kernels.decoder.attention import Attention, CacheShape
 from minifloat.kernels.decoder.cache import KVCache, SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, StepBatch
 
+# The block table separates sequences and bounds the memory accesses of kernels, so every entry that is read is checked.
 _Array = NDArray[np.int32]
 _RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, "logits": 1}
 

@@ -1,8 +1,4 @@
-"""`step` by the native library (``csrc/decoder``): all layers in one call.
-
-The structures that C++ reads hold the addresses of a decoder's tensors and are created once per decoder; a step adds
-the addresses of its batch. The caller has validated both.
-"""
+"""`step` by the native library (``csrc/decoder``): all layers in one call."""
 
 from __future__ import annotations
 

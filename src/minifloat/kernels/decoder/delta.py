@@ -1,17 +1,4 @@
-"""`DeltaNet`: the gated delta rule, a linear attention whose memory of a sequence has a fixed size.
-
-Each value head keeps a matrix ``[k_dim, v_dim]`` of each sequence. A token lets it decay, reads the value that belongs
-to its key, writes a share of the difference to its own value back, and reads the result for its query:
-
-    state *= exp(-decay * softplus(a + dt_bias))
-    state += outer(k, sigmoid(b) * (v - k @ state))
-    out    = q @ state
-
-q, k and v pass a causal convolution of each channel and SiLU before; q and k are then divided by their lengths, and q
-by ``sqrt(k_dim)``. The results are ``norm(out) * silu(z)``.
-
-Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); transformers, ``modeling_qwen3_next.py``.
-"""
+"""`DeltaNet`: the gated delta rule, a linear attention whose memory of a sequence has a fixed size."""
 
 from __future__ import annotations
 
@@ -26,6 +13,12 @@ from minifloat.kernels.decoder.norm import Norm, expect, expect_weights
 from minifloat.kernels.decoder_layout import DeltaOptions
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 
+# Each value head keeps a matrix ``[k_dim, v_dim]`` of each sequence, which a token changes:
+#     state *= exp(-decay * softplus(a + dt_bias))
+#     state += outer(k, sigmoid(b) * (v - k @ state))
+#     out    = q @ state
+# Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); transformers, ``modeling_qwen3_next.py``.
+
 #: Columns of a state are padded to a multiple of this.
 _VECTOR = 16
 _NORM_EPS = 1e-6
@@ -33,26 +26,15 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class DeltaNet(DeltaOptions):
-    """The gated delta rule of a layer.
+    """The gated delta rule of a layer."""
 
-    Attributes:
-        qkvz: The rows of q, k ``[k_heads * k_dim, hidden]``, v and z ``[v_heads * v_dim, hidden]``.
-        ba: The rows of b and a, ``[v_heads, hidden]`` each.
-        out: ``[hidden, v_heads * v_dim]``.
-        conv: float32 ``[width, channels]``: what the channels of q, k and v of each token are multiplied with, those
-            of the oldest token first.
-        decay: float32 ``[v_heads]``: exp(A_log).
-        dt_bias: float32 ``[v_heads]``.
-        norm: The norm of the results of each head, ``[v_dim]``.
-    """
-
-    qkvz: FusedWeights
-    ba: FusedWeights
-    out: PackedWeight
-    conv: Tensor
-    decay: Tensor
-    dt_bias: Tensor
-    norm: Norm
+    qkvz: FusedWeights  #: the rows of q, k ``[k_heads * k_dim, hidden]``, v and z ``[v_heads * v_dim, hidden]``
+    ba: FusedWeights  #: the rows of b and a, ``[v_heads, hidden]`` each
+    out: PackedWeight  #: ``[hidden, v_heads * v_dim]``
+    conv: Tensor  #: float32 ``[width, channels]``, the factors of the oldest token first
+    decay: Tensor  #: float32 ``[v_heads]``: exp(A_log)
+    dt_bias: Tensor  #: float32 ``[v_heads]``
+    norm: Norm  #: the norm of the results of each head, ``[v_dim]``
 
     @property
     def weights(self) -> list[PackedWeight]:

@@ -18,20 +18,12 @@ from minifloat.kernels.pack import FusedWeights, PackedWeight
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """``down(function(gate(x)) * up(x))``, or ``down(function(up(x)))``.
+    """``down(function(gate(x)) * up(x))``, or ``down(function(up(x)))``."""
 
-    Attributes:
-        gate_up: The rows of gate and up, ``[intermediate, hidden]`` each, in one or two weights; without a gate those
-            of up.
-        down: ``[hidden, intermediate]``.
-        gate_up_bias: A bias or None for each weight of `gate_up`, of one dtype; or None.
-        down_bias: ``[hidden]`` or None.
-    """
-
-    gate_up: FusedWeights
-    down: PackedWeight
-    gate_up_bias: tuple[Tensor | None, ...] | None = None
-    down_bias: Tensor | None = None
+    gate_up: FusedWeights  #: the rows of gate and up, ``[intermediate, hidden]`` each, in one or two weights
+    down: PackedWeight  #: ``[hidden, intermediate]``
+    gate_up_bias: tuple[Tensor | None, ...] | None = None  #: a bias or None for each weight of `gate_up`, of one dtype
+    down_bias: Tensor | None = None  #: ``[hidden]`` or None
     activation: Activation = SILU
 
     @property
@@ -50,19 +42,12 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Router(RouterOptions):
-    """Chooses the experts of a token, ties to the lower number; all in float32.
+    """Chooses the experts of a token, ties to the lower number; all in float32."""
 
-    Attributes:
-        weight: ``[experts, hidden]``, float32 or bfloat16.
-        bias: float32 ``[experts]``, added to the products; or None.
-        correction: float32 ``[experts]``, added to the scores for the choice alone; or None.
-        scales: float32 ``[experts]``, by which the weights of experts are multiplied after all else; or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    correction: Tensor | None = None
-    scales: Tensor | None = None
+    weight: Tensor  #: ``[experts, hidden]``, float32 or bfloat16
+    bias: Tensor | None = None  #: float32 ``[experts]``, added to the products; or None
+    correction: Tensor | None = None  #: float32 ``[experts]``, added to the scores for the choice alone; or None
+    scales: Tensor | None = None  #: float32 ``[experts]``, factors of the weights of experts after all else
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,11 +100,7 @@ class Router(RouterOptions):
 
 @dataclass(frozen=True, eq=False)
 class ExpertNorms:
-    """Norms of experts beside an MLP that does not read what they read: all of x ``[T, hidden]``, or of results.
-
-    The layer's MLP is then ``mlp(shared(mlp_norm(x))) + experts(mixture(input(x)))``, and what chooses the experts is
-    ``router(x)``.
-    """
+    """Norms of experts beside an MLP that does not read what they read: all of x ``[T, hidden]``, or of results."""
 
     router: Norm
     input: Norm
@@ -134,27 +115,17 @@ class ExpertNorms:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """A mixture of experts: each token uses `Router.top_k` of many MLPs.
-
-    Attributes:
-        gate_up: One projection ``[2 * intermediate, hidden]`` per expert, the rows of gate first; or two, gate and up.
-        down: ``[hidden, intermediate]`` per expert.
-        gate_up_bias: For each of `gate_up` the biases of all experts ``[experts, rows]``; or None.
-        down_bias: ``[experts, hidden]`` or None.
-        shared: An MLP that all tokens use in addition, or None.
-        shared_gate: float32 ``[hidden]``: the sigmoid of its product with the input multiplies the shared MLP; or None.
-        norms: Norms of their own, where `shared` reads another input, without `shared_gate`; or None.
-    """
+    """A mixture of experts: each token uses `Router.top_k` of many MLPs."""
 
     router: Router
-    gate_up: tuple[PackedExperts, ...]
-    down: PackedExperts
-    gate_up_bias: tuple[Tensor, ...] | None = None
-    down_bias: Tensor | None = None
+    gate_up: tuple[PackedExperts, ...]  #: one ``[2 * intermediate, hidden]`` per expert, gate first; or gate and up
+    down: PackedExperts  #: ``[hidden, intermediate]`` per expert
+    gate_up_bias: tuple[Tensor, ...] | None = None  #: for each of `gate_up` ``[experts, rows]``
+    down_bias: Tensor | None = None  #: ``[experts, hidden]`` or None
     activation: Activation = SILU
-    shared: Mlp | None = None
-    shared_gate: Tensor | None = None
-    norms: ExpertNorms | None = None
+    shared: Mlp | None = None  #: an MLP that all tokens use in addition, or None
+    shared_gate: Tensor | None = None  #: ``[hidden]``: the sigmoid of its product with x multiplies `shared`
+    norms: ExpertNorms | None = None  #: norms of their own, where `shared` reads another input, without `shared_gate`
 
     @property
     def intermediate(self) -> int:
@@ -194,17 +165,11 @@ class Experts:
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs(LayerInputsOptions):
-    """What layers read of a token besides the residual stream, as in Gemma 3n and 4.
+    """What layers read of a token besides the residual stream, as in Gemma 3n and 4."""
 
-    Attributes:
-        table: ``[vocab, layers * size]``, bfloat16, float16 or float32.
-        projection: ``[layers * size, hidden]``.
-        norm: Norm ``[size]`` of the projection for each layer.
-    """
-
-    table: Tensor
-    projection: PackedWeight
-    norm: Norm
+    table: Tensor  #: ``[vocab, layers * size]``, bfloat16, float16 or float32
+    projection: PackedWeight  #: ``[layers * size, hidden]``
+    norm: Norm  #: norm ``[size]`` of the projection for each layer
 
     @property
     def table_dtype(self) -> torch.dtype:
@@ -224,17 +189,11 @@ class LayerInputs(LayerInputsOptions):
 
 @dataclass(frozen=True, eq=False)
 class LayerInput:
-    """What a layer does with its input: ``x += norm(out(function(gate(x)) * input))``, after the MLP.
+    """What a layer does with its input: ``x += norm(out(function(gate(x)) * input))``, after the MLP."""
 
-    Attributes:
-        gate: ``[size, hidden]``.
-        out: ``[hidden, size]``.
-        norm: Norm ``[hidden]``.
-    """
-
-    gate: PackedWeight
-    out: PackedWeight
-    norm: Norm
+    gate: PackedWeight  #: ``[size, hidden]``
+    out: PackedWeight  #: ``[hidden, size]``
+    norm: Norm  #: norm ``[hidden]``
     activation: Activation
 
     def check(self, name: str, hidden: int) -> None:

@@ -1,7 +1,4 @@
-"""`Norm` and `Rotary`, and the checks of tensors that all parts share.
-
-A check names the field, what was expected and what was found.
-"""
+"""`Norm` and `Rotary`, and the checks of tensors that all parts share."""
 
 from __future__ import annotations
 
@@ -50,16 +47,11 @@ def expect_biases(name: str, biases: Sequence[Tensor | None] | None, weights: Se
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """``x / sqrt(mean(x^2) + eps) * weight + bias``; `centered`: of ``x - mean(x)``.
+    """``x / sqrt(mean(x^2) + eps) * weight + bias``; `centered`: of ``x - mean(x)``."""
 
-    Attributes:
-        weight: float32 ``[n]``, ones where the model has no weight.
-        bias: float32 ``[n]`` or None.
-    """
-
-    weight: Tensor
+    weight: Tensor  #: float32 ``[n]``, ones where the model has no weight
     eps: float
-    bias: Tensor | None = None
+    bias: Tensor | None = None  #: float32 ``[n]`` or None
     centered: bool = False
 
     def check(self, name: str, size: int) -> None:
@@ -82,13 +74,9 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """A rotary embedding. The first ``2 * len(inv_freq)`` dimensions of a head turn.
+    """A rotary embedding."""
 
-    Attributes:
-        inv_freq: float32 ``[r]``: radians per position of each pair.
-    """
-
-    inv_freq: Tensor
+    inv_freq: Tensor  #: float32 ``[r]``: radians per position of each pair
     scaling: float = 1.0
     interleaved: bool = False
 

@@ -1,8 +1,4 @@
-"""The step in plain PyTorch: the specification and the reference of the C++ step.
-
-Everything is float32 except the inputs and outputs of linears and the queries, which have `Decoder.dtype`. It
-dequantizes every weight in every step, so it is for tests, and for machines without the native library.
-"""
+"""The step in plain PyTorch: the specification and the reference of the C++ step."""
 
 from __future__ import annotations
 
@@ -136,10 +132,7 @@ def _delta(decoder: Decoder, delta: DeltaNet, batch: StepBatch, states: Tensor, 
 def _heads(
     decoder: Decoder, attention: Attention, x: Tensor, turn: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return q, k and v of rows, float32 ``[T, heads, d]``, normed and rotated, and the gates of the results.
-
-    None: k and v are those of another layer, or v is in k as latents are; there are no gates.
-    """
+    """Return q, k and v of rows, float32 ``[T, heads, d]``, normed and rotated, and the gates of the results."""
     if attention.latent is not None:
         return *_latent_heads(decoder, attention, attention.latent, x, turn), None, None
     product = _side_by_side(decoder, x, attention.qkv, attention.qkv_bias).float()

@@ -1,9 +1,4 @@
-"""`Decoder` and its layers, validated once when a `Decoder` is created instead of in every step.
-
-A decoder is a description made of parts (`norm.py`, `attention.py`, `delta.py`, `mlp.py`), whose numbers and options
-`kernels.decoder_layout` declares; the step in C++ and its reference in PyTorch compute what the parts say. Not
-described: absolute positions, ALiBi, recurrent states other than those of the gated delta rule.
-"""
+"""`Decoder` and its layers, validated once when a `Decoder` is created instead of in every step."""
 
 from __future__ import annotations
 
@@ -29,23 +24,15 @@ BLOCK_TOKENS = CONSTANTS["BLOCK_TOKENS"]
 
 @dataclass(frozen=True, eq=False)
 class Layer(LayerOptions):
-    """A layer.
+    """A layer."""
 
-    Attributes:
-        input_norm: Norm of the input of attention; None: attention reads x itself.
-        mlp_norm: Norm of the input of the MLP; None: it reads x itself, or, where `parallel`, what attention reads.
-        attention_norm: Norm of the result of attention, or None.
-        result_norm: Norm of the result of the MLP, or None; experts have none.
-        input: What it does with its part of `Decoder.inputs` after that, or None.
-    """
-
-    input_norm: Norm | None
+    input_norm: Norm | None  #: norm of the input of attention; None: attention reads x itself
     attention: Attention | DeltaNet
-    mlp_norm: Norm | None
+    mlp_norm: Norm | None  #: None: the MLP reads x, or, where `parallel`, what attention reads
     mlp: Mlp | Experts
-    attention_norm: Norm | None = None
-    result_norm: Norm | None = None
-    input: LayerInput | None = None
+    attention_norm: Norm | None = None  #: norm of the result of attention, or None
+    result_norm: Norm | None = None  #: norm of the result of the MLP, or None; experts have none
+    input: LayerInput | None = None  #: what it does with its part of `Decoder.inputs` after that, or None
     scalar: float = 1.0
 
     def check(self, name: str, hidden: int) -> None:
@@ -72,21 +59,15 @@ class Layer(LayerOptions):
 
 @dataclass(frozen=True, eq=False)
 class Decoder(DecoderOptions):
-    """A model, from token ids to logits.
-
-    Attributes:
-        embedding: ``[vocab, hidden]``, bfloat16, float16 or float32.
-        lm_head: ``[rows, hidden]``, usually one row per token of the vocabulary.
-        inputs: What layers read of a token besides x; None where no layer has an `input`.
-    """
+    """A model, from token ids to logits."""
 
     dtype: torch.dtype
-    embedding: Tensor
+    embedding: Tensor  #: ``[vocab, hidden]``, bfloat16, float16 or float32
     layers: tuple[Layer, ...]
     norm: Norm
-    lm_head: PackedWeight
+    lm_head: PackedWeight  #: ``[rows, hidden]``, usually one row per token of the vocabulary
     int8_inputs: bool = False
-    inputs: LayerInputs | None = None
+    inputs: LayerInputs | None = None  #: what layers read of a token besides x; None where no layer has an `input`
     batch_invariant: bool = False
 
     @property
@@ -171,27 +152,15 @@ class Decoder(DecoderOptions):
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The input of one step: new tokens of one or more sequences. All tensors are int32, contiguous, on the CPU.
+    """The input of one step: new tokens of one or more sequences."""
 
-    Attributes:
-        tokens: ``[T]``: the new tokens, one sequence after the other.
-        positions: ``[T]``: the position of each token in its sequence.
-        starts: ``[S + 1]``: sequence s has tokens ``starts[s]`` to ``starts[s + 1] - 1``, at least one; the last of
-            them is at position ``contexts[s] - 1``.
-        contexts: ``[S]``: the number of keys of each sequence after this step.
-        blocks: ``[S, B]``: the token at position p of sequence s is in block ``blocks[s, p // BLOCK_TOKENS]``, row
-            ``p % BLOCK_TOKENS``. Entries that no query of the step sees are ignored; -1 by convention.
-        logits: ``[R]``: indices into `tokens` of the tokens whose logits are computed.
-        slots: ``[S]``: the slot of each sequence in `SequenceStates`; not read where the decoder has no states.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    starts: Tensor
-    contexts: Tensor
-    blocks: Tensor
-    logits: Tensor
-    slots: Tensor | None = None
+    tokens: Tensor  #: ``[T]``: the new tokens, one sequence after the other
+    positions: Tensor  #: ``[T]``: the position of each token in its sequence
+    starts: Tensor  #: ``[S + 1]``: sequence s has tokens ``starts[s]`` to ``starts[s + 1] - 1``, at least one
+    contexts: Tensor  #: ``[S]``: the number of keys of each sequence after this step
+    blocks: Tensor  #: ``[S, B]``: position p of sequence s is in block ``blocks[s, p // BLOCK_TOKENS]``; -1: unused
+    logits: Tensor  #: ``[R]``: indices into `tokens` of the tokens whose logits are computed
+    slots: Tensor | None = None  #: ``[S]``: the slot of each sequence in `SequenceStates`
 
 
 def _cache_shape(layer: Layer) -> CacheShape | None:

@@ -1,8 +1,4 @@
-"""`round_inputs` by the native library (``csrc/quantize/inputs.cpp``).
-
-Every number about a format comes from `numerics/formats.py`; the C++ code holds none. The caller,
-`minifloat.kernels.inputs`, validates the arguments.
-"""
+"""`round_inputs` by the native library (``csrc/quantize/inputs.cpp``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`round_inputs` and `quantize_inputs` in plain torch: the fallback without a kernel, and the reference in tests.
-
-The caller, `minifloat.kernels.inputs`, validates the arguments.
-"""
+"""`round_inputs` and `quantize_inputs` in plain torch: the fallback without a kernel, and the reference in tests."""
 
 from __future__ import annotations
 

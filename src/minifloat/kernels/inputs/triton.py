@@ -1,8 +1,4 @@
-"""`quantize_inputs` on a GPU: amax, scale, clamp and rounding in one kernel, bit for bit as `numerics/activation.py`.
-
-A program handles whole groups, or one row. A row that fits stays in registers; a longer row is read twice, the second
-time from the cache. The caller, `minifloat.kernels.inputs`, validates the arguments.
-"""
+"""`quantize_inputs` on a GPU in one kernel, bit for bit as `numerics/activation.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`linear` multiplies an input with a quantized weight, without a 16-bit copy of the weight in memory.
-
-Serving keeps weights quantized and multiplies through this op only. The input stays in 16 or 32 bits (weight-only,
-W8A16), or is quantized first (W8A8) if the checkpoint declares quantized activations.
-"""
+"""`linear` multiplies an input with a quantized weight, without a 16-bit copy of the weight in memory."""
 
 from __future__ import annotations
 
@@ -39,58 +35,7 @@ def linear(
     input_scale: Tensor | None = None,
     int8_inputs: bool = False,
 ) -> Tensor:
-    """Compute ``x @ weight.T + bias`` in the dtype of `x`.
-
-    Weight-only (no `activation`), packed weights: the weight is exactly the product of its codes and scales, sum and
-    bias are float32, and the result is rounded once to the dtype of `x`. The bits do not depend on the number of
-    threads, but on the instruction set, and those of a row of `x` also on the number of rows (not for some weights, and
-    not in a decoder with `Decoder.batch_invariant`). On a GPU the same holds, and the bits depend on the device and on
-    M; but above some hundred rows of `x` (512 on Hopper) the weight is decoded once into memory, rounded to the dtype
-    of `x`, as in the reference.
-
-    Weight-only, not packed (the reference): the weight is decoded and scaled in float32 and rounded once to the dtype
-    of `x`; the product is that of `torch.nn.functional.linear` in this dtype. With float32 `x` nothing is rounded
-    before the product; with 16 bits the result is that of a 16-bit model with the dequantized weights, which is what
-    servers compute.
-
-    W8A8, W4A8 and W4A4: `x` is quantized by `minifloat.numerics.activation`, both sides are dequantized to float32,
-    multiplied and summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`.
-    Servers multiply the codes, which is exact in float32, and apply the scales after the sum (per block of 128 columns
-    for blocks); here they are applied before it. This and the order of summation change results by float32 rounding
-    only, 2**-24 of the largest partial sum per addition: far below the half step of E4M3, 2**-4, that quantizing costs.
-    Tensor cores that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows
-    TF32 on a GPU gets its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper
-    its sums have those 14 bits within a step of the tensor cores. `activation` alone decides whether inputs are
-    quantized, at every number of rows; `impl` only chooses who computes.
-
-    Inputs in int8 (`int8_inputs`): the kernels may round each row of `x` and the weight to int8 per group of 64
-    columns, multiply integers, and scale and add the sums of groups in float32; the module `int8_reference` is the
-    arithmetic. This permits, it does not demand: packed weights round `x` where this is measured to be faster
-    (`minifloat.kernels.linear.int8_inputs.rounds`; never with one row of `x`), and `int8_inputs.why_not` says which
-    processors and weights have no such kernel. The reference rounds at every number of rows, except for BF16 weights.
-    A group of `x` with NaN or Inf makes its row of the result NaN.
-
-    There is no gradient through packed weights: if `x` requires a gradient, backward raises.
-
-    Args:
-        x: ``[..., K]``, floating; any strides (contiguous rows need no copy).
-        weight: A weight ``[N, K]``. Packed weights (`minifloat.kernels.pack.pack`, on a GPU
-            `minifloat.kernels.linear.triton.pack`) are fast; a `QuantizedTensor` is multiplied by the reference, which
-            decodes it in every call.
-        bias: ``[N]``, the dtype of `x`, or float32.
-        impl: "auto" (the native library or the GPU kernels for weights packed for them, if they can run; `scaled_mm`
-            for quantized inputs and weights that are not packed, if the GPU has it), "reference", "cpu", "triton" or
-            "scaled_mm".
-        activation: How `x` is quantized; None for no quantization.
-        input_scale: float32, one element, if `activation` is static, or NVFP4's divisor; else None.
-        int8_inputs: Whether `x` may be rounded to int8; excludes `activation`.
-
-    Returns:
-        ``[..., N]``, the dtype of `x`. NaN in `x` spreads as in any matrix product, and so does Inf, except that a
-        static `input_scale` clamps it.
-
-    Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
-    """
+    """Compute ``x @ weight.T + bias`` in the dtype of `x`."""
     if int8_inputs and activation is not None:
         raise ValueError("int8_inputs and activation exclude each other: both say how x is rounded")
     packed = None if impl == "scaled_mm" else _packed(weight, impl)
@@ -125,18 +70,7 @@ def linear_fused(
     *,
     int8_inputs: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Multiply one input with several weights in one call: q, k and v, or gate and up.
-
-    Args:
-        x: ``[..., K]``, bfloat16, float16 or float32.
-        weights: Packed weights ``[N_i, K]`` of the same format and kind of scales. `FusedWeights` are validated once
-            instead of in every call. Weights of a GPU may be of any kind, and are multiplied one after the other.
-        biases: None, or for each weight ``[N_i]`` or None, all of one dtype.
-        int8_inputs: Whether `x` may be rounded to int8, as by `linear`.
-
-    Returns:
-        ``[..., N_i]`` for each weight, views of one tensor ``[..., sum of N_i]``; the same bits as by `linear`.
-    """
+    """Multiply one input with several weights in one call: q, k and v, or gate and up."""
     on_gpu = [weight for weight in weights if isinstance(weight, GpuWeight)]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if on_gpu and packed:

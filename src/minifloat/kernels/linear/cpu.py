@@ -1,8 +1,4 @@
-"""`linear` by the native library (``csrc/linear``): packed weights, and several of them in one call.
-
-This code runs once per layer and token, so it packs the arguments into bytes instead of creating a ctypes object. The
-caller has called `check`; `PackedWeight` ensures that the memory holds packed weights.
-"""
+"""`linear` by the native library (``csrc/linear``): packed weights, and several of them in one call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Where `linear(int8_inputs=True)` rounds its inputs, and why it does not elsewhere.
-
-Rounded inputs are multiplied by the integer dot products of VNNI. There is no kernel for the int8 of AMX: a processor
-with AMX multiplies bfloat16.
-"""
+"""Where `linear(int8_inputs=True)` rounds its inputs, and why it does not elsewhere."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""Products with inputs rounded to int8, in plain PyTorch: the arithmetic of ``csrc/linear/int8.cpp``.
-
-- A row of `x` is cut into groups of `GROUP_COLS` columns. The scale of a group is amax / 127; its integers are the
-  values times 127 / amax, rounded to nearest even.
-- The same group of a row of the weight becomes integers too, times a power of two: the smallest with which no integer
-  exceeds 127. For E4M3 this is that of the largest element; all elements of its binade and of the three below it are
-  exact. For E2M1 it is that of 6 times the largest scale of the group's blocks that are not all zeros; blocks whose
-  scales are powers of two within 8 of the largest are exact. Integers are rounded to nearest, ties to even, those of
-  NVFP4 away from zero.
-- Sums of products of integers are exact; they are scaled and added up in float32.
-
-The kernels round where this is faster (`minifloat.kernels.linear.int8_inputs`); these functions round always.
-"""
+"""Products with inputs rounded to int8, in plain PyTorch: the arithmetic of ``csrc/linear/int8.cpp``."""
 
 from __future__ import annotations
 
@@ -22,6 +10,11 @@ from minifloat.numerics.formats import E2M1, FLOAT32
 from minifloat.numerics.pack import unpack_nibbles
 from minifloat.numerics.scale_rules import expand
 from minifloat.numerics.tensor import QuantizedTensor
+
+# A group of a row of `x` has the scale amax / 127. The same group of a row of the weight has a power of two, the
+# smallest with which no integer exceeds 127: for E4M3 that of the largest element, for E2M1 that of 6 times the largest
+# scale of the blocks that are not all zeros. Integers are rounded to nearest, ties to even, those of NVFP4 away from
+# zero; their sums are exact, and are scaled and added up in float32.
 
 #: Columns that share a scale.
 GROUP_COLS = 64

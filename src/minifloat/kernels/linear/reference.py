@@ -1,8 +1,4 @@
-"""`linear` in plain PyTorch, the reference of all faster implementations: dequantizes and multiplies slab by slab.
-
-The slab bounds the memory: a weight of any size needs `SLAB_BYTES` of float32 for its values, and a few times that
-while a slab is decoded. It is slow: each call decodes the whole weight.
-"""
+"""`linear` in plain PyTorch, the reference of all faster implementations: dequantizes and multiplies slab by slab."""
 
 from __future__ import annotations
 
@@ -18,11 +14,7 @@ SLAB_BYTES = 16 * 2**20
 
 
 def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None, slab_bytes: int = SLAB_BYTES) -> Tensor:
-    """Compute ``x @ weight.T + bias``, weight-only, with the numerics of `minifloat.kernels.linear.linear`.
-
-    Each output is one dot product over all of K, so the size of a slab changes results only by the order of summation
-    that torch picks for a matrix of that height.
-    """
+    """Compute ``x @ weight.T + bias``, weight-only, with the numerics of `minifloat.kernels.linear.linear`."""
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     parts = []

@@ -1,13 +1,4 @@
-"""W8A8 on hardware: one kernel quantizes inputs, and `torch.nn.functional.scaled_mm` multiplies the codes.
-
-The granularities of inputs and weight alone determine the recipe; the number of rows of `x` plays no part. Sums are
-taken without `use_fast_accum`, so on Hopper partial sums of the tensor cores are added up in float32.
-`reference.quantized_linear` computes the same up to float32 rounding.
-
-Source: torch 2.13, `_scaled_mm_v2`: K and N multiples of 16; `TensorWise` scales of one element, `RowWise` ``[M, 1]``
-and ``[1, N]``; `BlockWise1x128` ``[M, K / 128]`` with strides ``(1, M)``; `BlockWise128x128` ``[L, N / 128]`` with
-strides ``(1, L)``, L being K / 128 up to a multiple of 4; the latter two on compute capability 9.0 and CUDA 12.9 only.
-"""
+"""W8A8 on hardware: one kernel quantizes inputs, and `torch.nn.functional.scaled_mm` multiplies the codes."""
 
 from __future__ import annotations
 
@@ -23,6 +14,10 @@ from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
+
+# Source: torch 2.13, `_scaled_mm_v2`: K and N multiples of 16; `TensorWise` scales of one element, `RowWise` ``[M, 1]``
+# and ``[1, N]``; `BlockWise1x128` ``[M, K / 128]`` with strides ``(1, M)``; `BlockWise128x128` ``[L, N / 128]`` with
+# strides ``(1, L)``, L being K / 128 up to a multiple of 4; the latter two on capability 9.0 and CUDA 12.9 only.
 
 #: Columns and rows of a weight on CUDA must be multiples of this number.
 ALIGNMENT = 16
@@ -78,10 +73,7 @@ def why_not(weight: QuantizedTensor, activation: ActivationSpec) -> str:
 def quantized_linear(
     x: Tensor, weight: QuantizedTensor, bias: Tensor | None, activation: ActivationSpec, input_scale: Tensor | None
 ) -> Tensor:
-    """Compute ``x @ weight.T + bias`` with a quantized `x`; arguments as in `minifloat.kernels.linear.linear`.
-
-    The bias is added in float32: by the product if it has the dtype of a 16-bit `x`, else to the float32 result.
-    """
+    """Compute ``x @ weight.T + bias`` with a quantized `x`; arguments as in `minifloat.kernels.linear.linear`."""
     recipe = recipe_of(activation.granularity, weight.spec.granularity)
     assert recipe is not None, "call why_not first"
     matrix = x.reshape(-1, x.shape[-1])

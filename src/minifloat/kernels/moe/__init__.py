@@ -1,9 +1,4 @@
-"""`moe_linear` multiplies the tokens of all experts of a layer in one call, tokens grouped by expert.
-
-A decoded token uses a handful of small matrices: one call for all of them keeps every thread busy, while a call for
-each would end with a wait for the slowest thread. Not included: the router, the activation function between two
-projections, and the weighted sum of the experts' results.
-"""
+"""`moe_linear` multiplies the tokens of all experts of a layer in one call, tokens grouped by expert."""
 
 from __future__ import annotations
 
@@ -35,26 +30,7 @@ def moe_linear(
     impl: str = "auto",
     int8_inputs: bool = False,
 ) -> Tensor:
-    """Compute ``x[x_rows[t]] @ experts[e].T + biases[e]`` for every row t and the expert e that owns the row.
-
-    The bits are those of `minifloat.kernels.linear.linear` for the rows of each expert, whatever the number of threads;
-    with "reference" those of its reference, up to the order of summation.
-
-    Args:
-        x: ``[M, K]``, bfloat16, float16 or float32.
-        experts: A packed weight ``[N, K]`` per expert, all of one kind. `PackedExperts` are validated once instead of
-            in every call.
-        offsets: int64 ``[len(experts) + 1]``, from 0 to T and never falling: expert e owns the rows
-            ``offsets[e] .. offsets[e + 1] - 1``, which may be none.
-        x_rows: int64 ``[T]``: the row of `x` for each row of the result; by default row t.
-        biases: ``[len(experts), N]``, one of the dtypes of `x`.
-        impl: "auto" (the native library if it is loaded), "reference" or "cpu".
-        int8_inputs: Whether `x` may be rounded to int8, as by `minifloat.kernels.linear.linear` for the rows of each
-            expert.
-
-    Returns:
-        ``[T, N]``, the dtype of `x`. There is no gradient.
-    """
+    """Compute ``x[x_rows[t]] @ experts[e].T + biases[e]`` for every row t and the expert e that owns the row."""
     if not isinstance(experts, PackedExperts):
         experts = PackedExperts(experts)
     _check(x, experts, biases)
@@ -71,18 +47,7 @@ def moe_linear(
 
 
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Group the tokens of a batch by the experts that they were routed to.
-
-    Args:
-        expert_ids: int64 ``[T, k]``: the experts of each token.
-        experts: Number of experts.
-
-    Returns:
-        offsets: int64 ``[experts + 1]`` for `moe_linear`.
-        x_rows: int64 ``[T * k]``: the token of each row.
-        order: int64 ``[T * k]``: the place of each row in ``expert_ids.flatten()``, tokens of an expert in their order;
-            ``weights.flatten()[order]`` are the router's weights of the rows.
-    """
+    """Group the tokens of a batch by the experts that they were routed to."""
     if expert_ids.ndim != 2:
         raise ShapeError("expert_ids", f"expected [T, k], got {list(expert_ids.shape)}")
     if expert_ids.dtype != torch.int64:

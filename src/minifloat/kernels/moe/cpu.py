@@ -1,8 +1,4 @@
-"""`moe_linear` by the native library (``minifloat_moe``): the tokens of all experts in one call.
-
-The caller, `minifloat.kernels.moe` or the op of torch, validates shapes and rows; `PackedWeight` or the op ensures that
-the memory holds packed weights.
-"""
+"""`moe_linear` by the native library (``minifloat_moe``): the tokens of all experts in one call."""
 
 from __future__ import annotations
 

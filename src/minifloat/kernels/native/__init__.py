@@ -1,10 +1,4 @@
-"""Finds and loads the C++ kernels, once per process.
-
-The kernels are one shared library in the folder ``kernels``, built with the package if there was a C++ compiler. It
-holds the same code for several instruction sets and runs the fastest one that the processor has; the environment
-variable ``MINIFLOAT_ISA`` forces another, for tests and measurements. Calls go through ctypes, which releases the GIL.
-``api.h`` declares the functions and their arguments; the ops of this package wrap them and validate their arguments.
-"""
+"""Finds and loads the C++ kernels, once per process."""
 
 from __future__ import annotations
 
@@ -76,10 +70,7 @@ class Library:
         return name.decode()
 
     def call(self, name: str, args: ctypes.Structure | bytes) -> None:
-        """Run the C function ``minifloat_<name>``, which leaves its results in `args`.
-
-        Packed bytes (`structs.struct_of`) are created faster than a structure.
-        """
+        """Run the C function ``minifloat_<name>``, which leaves its results in `args`."""
         function = self._functions.get(name)
         if function is None:
             function = self._functions[name] = getattr(self._cdll, f"minifloat_{name}")
@@ -179,14 +170,7 @@ def folders() -> list[Path]:
 
 
 def open_library(candidates: list[Path]) -> LoadResult:
-    """Load the library from the first folder that has it.
-
-    Args:
-        candidates: Folders to look into.
-
-    Returns:
-        The library, or the reason why it cannot be loaded, with the cure.
-    """
+    """Load the library from the first folder that has it."""
     files = [folder / name for folder in candidates for name in FILE_NAMES]
     path = next((file for file in files if file.exists()), None)
     if path is None:
@@ -206,10 +190,7 @@ def open_library(candidates: list[Path]) -> LoadResult:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Open the library. Where the system has no OpenMP, the library takes the one that torch brings.
-
-    torch itself is not imported.
-    """
+    """Open the library."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,7 +1,4 @@
-"""The structures and constants of ``api.h``, read from the header itself: it alone declares the C interface.
-
-Not a C parser: it reads the few forms of declarations that the header has, and raises on any other.
-"""
+"""The structures and constants of ``api.h``, read from the header itself: it alone declares the C interface."""
 
 from __future__ import annotations
 

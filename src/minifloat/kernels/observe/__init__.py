@@ -1,9 +1,4 @@
-"""Measures a tensor for calibration: its amax, and optionally a histogram of its magnitudes.
-
-Made for activations while a model runs: nothing is copied, and a pool of threads shares a large tensor (the library
-releases the GIL). Results do not depend on the number of threads. Not included: tensors on a GPU, which
-`minifloat.calibration.measure` handles in plain torch, and amax per channel, which is fast in torch.
-"""
+"""Measures a tensor for calibration: its amax, and optionally a histogram of its magnitudes."""
 
 from __future__ import annotations
 
@@ -35,18 +30,7 @@ _SHARE_HISTOGRAM = 1 << 18
 def observe(
     x: Tensor, histogram: npt.NDArray[np.int64] | None = None, *, impl: str = "auto", threads: int | None = None
 ) -> tuple[float, int]:
-    """Measure a tensor.
-
-    Args:
-        x: bfloat16, float16 or float32 of any shape, contiguous, on the CPU, at any alignment.
-        histogram: int64 ``[BINS]``, contiguous: the magnitudes of `x` are added to it (`numerics.histogram` defines the
-            bins; NaN and Inf are in the last ones).
-        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-        threads: Maximum number of threads, by default that of torch. Small tensors get one.
-
-    Returns:
-        The amax over the finite elements (exact; 0.0 if there are none) and the number of NaN and Inf.
-    """
+    """Measure a tensor."""
     _check(x, histogram)
     runs_native = native.runs("observe", impl)
     if x.numel() == 0:

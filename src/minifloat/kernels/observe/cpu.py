@@ -1,7 +1,4 @@
-"""`observe` by the native library (``csrc/observe``, and the amax of ``csrc/quantize``), in the calling thread.
-
-The caller, `minifloat.kernels.observe`, validates the arguments.
-"""
+"""`observe` by the native library (``csrc/observe``, and the amax of ``csrc/quantize``), in the calling thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`observe` in plain torch and numpy: the fallback without the native library, and its reference in tests.
-
-The caller, `minifloat.kernels.observe`, validates the arguments.
-"""
+"""`observe` in plain torch and numpy: the fallback without the native library, and its reference in tests."""
 
 from __future__ import annotations
 

@@ -22,14 +22,7 @@ __all__ = ["FusedWeights", "IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
 def why_not(
     spec: WeightSpec | None, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Return why a weight has no packed form; empty if it has one.
-
-    Args:
-        spec: How the weight is quantized; None for a weight that is not quantized.
-        shape: ``(N, K)``.
-        device: The device of the weight.
-        dtype: The dtype of a weight that is not quantized; otherwise ignored.
-    """
+    """Return why a weight has no packed form; empty if it has one."""
     if torch.device(device).type != "cpu":
         return f"it is on {device}; the kernels compute on the CPU"
     if len(shape) != 2:
@@ -41,17 +34,7 @@ def why_not(
 
 
 def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int | None = None) -> PackedWeight:
-    """Pack a weight.
-
-    Args:
-        weight: A quantized weight, or a bfloat16 matrix ``[N, K]``. Not kept and not changed.
-        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-        threads: Number of threads, by default `minifloat.kernels.threads.count`.
-
-    Returns:
-        The packed weight, in memory of its own. NaN codes and NaN coded scales make whole rows NaN. With E8M0 scales, a
-        block whose scale is more than 125 powers of two below the largest of its row becomes zeros.
-    """
+    """Pack a weight."""
     runs_native = native.runs("pack", impl)
     codes, scale, factor, spec = _parts(weight)
     if len(weight.shape) != 2:

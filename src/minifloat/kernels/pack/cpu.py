@@ -1,7 +1,4 @@
-"""Packing by the native library (``csrc/linear/pack.cpp``).
-
-The caller, `minifloat.kernels.pack`, validates the arguments.
-"""
+"""Packing by the native library (``csrc/linear/pack.cpp``)."""
 
 from __future__ import annotations
 

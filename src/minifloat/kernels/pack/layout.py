@@ -1,7 +1,4 @@
-"""The layout of packed weights in Python: the form of a `WeightSpec`, and the header.
-
-``csrc/linear/layout.h`` describes the layout and defines the same constants. Imports no torch.
-"""
+"""The layout of packed weights in Python: the form of a `WeightSpec`, and the header."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Packing in plain PyTorch, as permutations of dimensions: the reference of the native packer, byte for byte.
-
-``csrc/linear/layout.h`` describes the layout in words; here each of its orders is one `permute`.
-"""
+"""Packing in plain PyTorch, as permutations of dimensions: the reference of the native packer, byte for byte."""
 
 from __future__ import annotations
 

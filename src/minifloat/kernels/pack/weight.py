@@ -1,10 +1,4 @@
-"""`PackedWeight`: a weight in the layout of the kernels, its memory, its unpacking, and several weights for one call.
-
-Its memory is in pages of 2 MB if the system gives them, touched first by the threads that read them: a product reads
-every byte of a weight once, so a page table walk per 4 KB costs more than a tenth of the memory's bandwidth. Each
-allocation maps new memory: pages that another thread has touched before would stay on that thread's NUMA node, and
-would stay small.
-"""
+"""`PackedWeight`: a weight in the layout of the kernels, its memory and unpacking, and several weights for one call."""
 
 from __future__ import annotations
 
@@ -27,15 +21,14 @@ from minifloat.numerics.formats import BFLOAT16, E2M1, E8M0
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
+# A product reads every byte of a weight once, so page table walks per 4 KB would cost more than a tenth of the
+# bandwidth. Each allocation maps new memory: used pages would stay small, and on the NUMA node of the thread that
+# touched them.
 HUGE_PAGE = 2 << 20
 
 
 def allocate(nbytes: int) -> Tensor:
-    """Allocate uint8 ``[nbytes]``, undefined, 64-byte aligned; 2 MB or more are in 2 MB pages.
-
-    The tensor is a view of a larger storage. Its clones and copies, pickled ones too, are only 64-byte aligned and in
-    pages of any size; kernels run on them too.
-    """
+    """Allocate uint8 ``[nbytes]``, undefined, 64-byte aligned; 2 MB or more are in 2 MB pages."""
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
     region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,21 +60,10 @@ class Pointers:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight ``[N, K]`` in the order in which the kernels read it.
+    """A weight ``[N, K]`` in the order in which the kernels read it."""
 
-    `data` begins with a header (``csrc/linear/layout.h``), so a module may keep it as a buffer and create this object
-    again. A copy of it works too on 64-byte aligned memory, though not in large pages.
-
-    A NaN code (E4M3) or a NaN scale (E8M0, E4M3) anywhere in a row makes the whole row of the weight NaN, because the
-    dot product of the row with any input is NaN. Other rows are not affected.
-
-    Attributes:
-        data: uint8 ``[bytes]``, on the CPU, contiguous, 64-byte aligned.
-        spec: How the weight is quantized; None for BF16.
-    """
-
-    data: Tensor
-    spec: WeightSpec | None
+    data: Tensor  #: uint8 ``[bytes]``, on the CPU, contiguous, 64-byte aligned
+    spec: WeightSpec | None  #: how the weight is quantized; None for BF16
     shape: tuple[int, int]
 
     @property
@@ -130,12 +112,7 @@ class PackedWeight:
             raise UnsupportedTensorError("data", f"the packed weight is not of {self.spec or BFLOAT16.name}")
 
     def unpack(self) -> QuantizedTensor | Tensor:
-        """Return the weight as checkpoints store it: a `QuantizedTensor`, or a bfloat16 tensor ``[N, K]``.
-
-        Codes and scales are those that were packed, except that every element of a row with a NaN is NaN (as E4M3
-        codes, or as scales if elements have no NaN), flushed blocks are zero, the E8M0 scale of a block of zeros may
-        differ, and the tensor's scale of NVFP4 multiplies.
-        """
+        """Return the weight as checkpoints store it: a `QuantizedTensor`, or a bfloat16 tensor ``[N, K]``."""
         self.check()
         form, use_cpu = self.form, not native.why_unavailable()
         if self.spec is None:

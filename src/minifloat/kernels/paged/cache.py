@@ -1,12 +1,4 @@
-"""`PagedCache`: keys and values of all layers on any device, in blocks of `BLOCK_TOKENS` tokens.
-
-    data    [layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim]
-
-A layer has the layout that FlashInfer calls HND: the keys of one head in one block are contiguous, and so are the
-values. The last block belongs to no sequence: the padding rows of a batch write there. E4M3 is stored as uint8 codes
-with separate scales for each head of each layer. The cache does not know which sequence owns a block; blocks are
-undefined until they are written.
-"""
+"""`PagedCache`: keys and values of all layers on any device, in blocks of `BLOCK_TOKENS` tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +10,15 @@ from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.numerics.cast import encode, torch_dtype
 from minifloat.numerics.formats import E4M3
 
+# A layer has the layout that FlashInfer calls HND. The last block belongs to no sequence: padding rows write there.
+# E4M3 is stored as uint8 codes with separate scales for each head of each layer.
+
 #: Element formats of a cache and the dtypes that store them.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, E4M3.name: torch.uint8}
 
 
 class PagedCache:
-    """The memory of a paged KV cache.
-
-    Attributes:
-        data: The blocks, ``[layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim]``.
-        scales: float32 ``[layers, 2, kv_heads]``.
-        counters: int32 ``[rows * kv_heads]``, zero between launches: the number of finished runs of keys.
-    """
+    """The memory of a paged KV cache."""
 
     def __init__(
         self,
@@ -46,8 +35,10 @@ class PagedCache:
         if scales is not None and tuple(scales.shape) != (layers, 2, kv_heads):
             raise ShapeError("scales", f"expected {[layers, 2, kv_heads]}, got {list(scales.shape)}")
         self.element, self.spare = element, blocks
+        # Blocks are undefined until they are written.
         self.data = torch.empty(layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
         self.scales = torch.ones(layers, 2, kv_heads, device=device) if scales is None else scales.to(device)
+        # Finished runs of keys, zero between launches.
         self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
 
     @staticmethod

@@ -1,7 +1,4 @@
-"""The ops in plain PyTorch, the reference of the Triton kernels: `minifloat.kernels.decoder.reference`, op by op.
-
-No op reads a value on the host, so that torch can trace the ops, and a GPU without Triton can run them in a graph.
-"""
+"""The ops in plain PyTorch, the reference of the Triton kernels: `minifloat.kernels.decoder.reference`, op by op."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The ops as Triton kernels, for NVIDIA GPUs from compute capability 8.0 on, with the numerics of `reference.py`.
-
-E4M3 is encoded and decoded by integer arithmetic, with the bits of `minifloat.numerics.cast` on every GPU, also without
-FP8 instructions. Attention cuts the keys of a sequence into at most `_SPLITS` runs, one program each; the last program
-to finish adds up all runs, in order. The cut depends only on the length, so a row's bits do not depend on the rest of
-the batch.
-"""
+"""The ops as Triton kernels, for NVIDIA GPUs from compute capability 8.0 on, with the numerics of `reference.py`."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,unused-ignore"
 # ruff: noqa: SIM102 (a constant of the kernel first, then a value)
@@ -22,7 +16,8 @@ from minifloat.kernels.triton_cast import INF_BITS, MAGNITUDE, bits_of, constant
 from minifloat.kernels.triton_overlap import launch_options, overlaps, wait
 from minifloat.numerics.formats import E4M3, FLOAT16
 
-#: Maximum number of programs that share the keys of a sequence.
+#: Maximum number of programs that share the keys of a sequence. The cut depends only on the length, and the last
+#: program to finish adds up all in order, so a row's bits do not depend on the batch.
 _SPLITS = 32
 #: Keys that a program holds at a time, its warps, and the head size above which it takes half the keys and twice the
 #: warps.

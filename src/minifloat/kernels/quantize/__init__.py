@@ -1,10 +1,4 @@
-"""Quantizes a slab of rows into codes, scales and error statistics, for the streaming quantizer.
-
-Takes the raw bytes of a checkpoint and numpy arrays, because the streaming writer does not need torch (and a
-memory-mapped BF16 tensor has no numpy dtype). One call uses one thread and releases the GIL; the caller runs several
-threads. Every implementation gives the bits of `minifloat.numerics.scale` and `.cast`; the float sums of the statistics
-agree to 1e-5 relative. The caller rejects tensors with NaN or Inf: it knows their names and gets the count.
-"""
+"""Quantizes a slab of rows into codes, scales and error statistics, for the streaming quantizer."""
 
 from __future__ import annotations
 
@@ -35,37 +29,18 @@ Outputs = tuple[npt.NDArray[np.uint8] | None, npt.NDArray[np.float32] | npt.NDAr
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """A quantized slab ``[R, K]``.
+    """A quantized slab ``[R, K]``."""
 
-    Attributes:
-        codes: uint8 ``[R, K]``, or ``[R, K / 2]`` where two elements share a byte (even column in the low nibble).
-        scales: The grid of ``spec.granularity``: float32 values for FLOAT32 scales, uint8 codes otherwise.
-        stats: Error statistics, summed over the slab; those of several slabs add up.
-        nonfinite: Number of NaN and Inf in the slab. If it is not 0, everything else is unspecified.
-    """
-
-    codes: npt.NDArray[np.uint8]
-    scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8]
-    stats: CastStats
-    nonfinite: int
+    codes: npt.NDArray[np.uint8]  #: ``[R, K]``, or ``[R, K / 2]`` of two elements each, the even column low
+    scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8]  #: the grid of ``spec.granularity``
+    stats: CastStats  #: error statistics, summed over the slab; those of several slabs add up
+    nonfinite: int  #: number of NaN and Inf in the slab. If it is not 0, everything else is unspecified
 
 
 def amax(
     data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int], *, impl: str = "auto", device: str = "cuda"
 ) -> tuple[float, int]:
-    """Return the amax of a slab and the number of NaN and Inf in it.
-
-    Args:
-        data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
-        dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
-        shape: ``(R, K)`` of the slab.
-        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"``, ``"cpu"`` or
-            ``"triton"``.
-        device: The device of ``"triton"``.
-
-    Returns:
-        The amax over the finite elements (exact; 0.0 if there are none) and the number of NaN and Inf.
-    """
+    """Return the amax of a slab and the number of NaN and Inf in it."""
     _check_source(data, dtype, shape)
     implementation = _choose(impl, None, device)
     if data.size == 0:
@@ -92,27 +67,7 @@ def quantize_rows(
     device: str = "cuda",
     out: Outputs = (None, None),
 ) -> QuantizedRows:
-    """Quantize a slab of rows of a weight.
-
-    If the caller cuts a weight at multiples of ``spec.granularity.rows`` and passes `tensor_amax`, the slabs have the
-    codes and scales of the whole weight.
-
-    Args:
-        data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
-        dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
-        shape: ``(R, K)`` of the slab.
-        spec: Format, scales and granularity of the quantized weight. Blocks at the right and bottom edge may be
-            partial.
-        tensor_amax: The amax of the whole tensor (or of all tensors that share a scale), used only if
-            ``spec.needs_tensor_amax``.
-        impl: ``"auto"`` (the native library if it is loaded and covers `spec`, else the reference), ``"reference"``,
-            ``"cpu"`` or ``"triton"``.
-        device: The device of ``"triton"``.
-        out: Codes and scales to fill and return instead of new arrays, each or None.
-
-    Returns:
-        Codes, scales and statistics. Rounding is to nearest, ties to even, clamped to the format's largest value.
-    """
+    """Quantize a slab of rows of a weight."""
     _check_source(data, dtype, shape)
     packed = spec.element.bits * 2 == _BYTE_BITS
     rows, cols = shape

@@ -1,8 +1,4 @@
-"""`quantize_rows` and `amax` by the native library (``csrc/quantize``).
-
-Translates a `WeightSpec` into the library's arguments. Every number about a format comes from `numerics/formats.py`;
-the C++ code holds none. The caller, `minifloat.kernels.quantize`, validates the arguments.
-"""
+"""`quantize_rows` and `amax` by the native library (``csrc/quantize``)."""
 
 from __future__ import annotations
 
@@ -38,18 +34,13 @@ _LANES = 16
 
 @dataclass(frozen=True)
 class Slab:
-    """A slab of rows and the arrays that its quantization fills: validated arguments of every implementation.
+    """A slab of rows and the arrays that its quantization fills: validated arguments of every implementation."""
 
-    Attributes:
-        data: uint8, contiguous, not empty: the bytes of the slab.
-        tensor_amax: The amax of the whole tensor if ``spec.needs_tensor_amax``, else None.
-    """
-
-    data: npt.NDArray[np.uint8]
+    data: npt.NDArray[np.uint8]  #: uint8, contiguous, not empty: the bytes of the slab
     dtype: str
     shape: tuple[int, int]
     spec: WeightSpec
-    tensor_amax: float | None
+    tensor_amax: float | None  #: the amax of the whole tensor if ``spec.needs_tensor_amax``, else None
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 

@@ -1,8 +1,4 @@
-"""`quantize_rows` and `amax` in plain torch: the functions of `minifloat.numerics.scale` for a slab of raw bytes.
-
-Slow, and it makes several copies of the slab in float32. It runs where the native library was not built, and tests
-compare the library with it. The caller, `minifloat.kernels.quantize`, validates the arguments.
-"""
+"""`quantize_rows` and `amax` in plain torch: the functions of `minifloat.numerics.scale` for a slab of raw bytes."""
 
 from __future__ import annotations
 

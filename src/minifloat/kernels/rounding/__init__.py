@@ -1,10 +1,4 @@
-"""Calibrated rounding on the CPU: the passes over a weight and over activations that take nearly all of its time.
-
-`round_with_feedback` chooses the codes of a weight, GPTQ's inner loop. Plain torch takes one pass over the rest of the
-weight for each column; the native library reads feedback from the cache once for many rows. `gram` sums the products of
-activations that Hessians and targets are made of. Not included: how scales, the order of columns and the feedback are
-chosen, and tensors on a GPU.
-"""
+"""Calibrated rounding on the CPU: the passes over a weight and over activations that take nearly all of its time."""
 
 from __future__ import annotations
 
@@ -25,28 +19,7 @@ GRAM_DTYPES = (torch.bfloat16, torch.float32)
 def round_with_feedback(
     weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat, *, impl: str = "auto"
 ) -> Tensor:
-    """Round the columns of a weight in ascending order, feeding the error of each into the columns behind it.
-
-    With ``work`` a copy of `weight`, column j becomes the codes of ``work[:, j] / scale``, rounded to nearest, ties to
-    even, and clamped; then ``work[:, k] += (weight[:, j] - decode(codes[:, j]) * scale) * feedback[j, k]`` for every
-    column k > j. Every implementation gives the same codes, on every instruction set and with any number of threads:
-    an element receives its updates in ascending order of j, each as one float32 multiplication and one float32
-    addition. The native library follows IEEE 754 even if the caller lets torch flush subnormal numbers.
-
-    Args:
-        weight: float32 ``[N, K]``, finite, its columns in the order in which they are rounded.
-        scales: float32 ``[N, G]``, positive and finite: what one code is worth.
-        groups: int32 ``[K]``: the column of `scales` that holds the scales of each column of the weight.
-        feedback: float32 ``[K, K]``, finite; only what is above the diagonal is read.
-        element: A signed format of at most 8 bits.
-        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-
-    Returns:
-        uint8 codes ``[N, K]``, one per byte, columns in the order of `weight`.
-
-    Source: Frantar et al., GPTQ, arXiv 2210.17323; Chee et al., QuIP, arXiv 2307.13304, which proves that GPTQ is this
-        recurrence with the feedback of an LDL decomposition of the Hessian.
-    """
+    """Round the columns of a weight in ascending order, feeding the error of each into the columns behind it."""
     if not element.signed or element.bits > torch.uint8.itemsize * 8:
         raise ValueError(f"round_with_feedback needs a signed format of at most 8 bits, got {element.name}")
     floats = {"weight": weight, "scales": scales, "feedback": feedback}
@@ -62,18 +35,7 @@ def round_with_feedback(
 
 
 def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
-    """Add ``x.T @ y`` to `out`: the Gram matrix of `x` if `y` is `x`, of which half is computed and mirrored.
-
-    Products of bfloat16 are exact; sums are float32, over at most some thousand rows before they are added to `out`.
-    The bits depend on the implementation and the instruction set, not on the number of threads. With AMX, bfloat16
-    inputs and sums below 2**-126 count as zero; every other path of the native library keeps subnormal numbers.
-
-    Args:
-        x: bfloat16 or float32 ``[T, K1]``; rows are contiguous and may lie apart.
-        y: ``[T, K2]``, the dtype of `x`. If it is the memory of `x`, a symmetric `out` stays symmetric bit for bit.
-        out: float32 ``[K1, K2]``, contiguous; added to. It must not overlap `x` or `y`.
-        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-    """
+    """Add ``x.T @ y`` to `out`: the Gram matrix of `x` if `y` is `x`, of which half is computed and mirrored."""
     for name, tensor, dtypes in (("x", x, GRAM_DTYPES), ("y", y, (x.dtype,)), ("out", out, (torch.float32,))):
         _check_matrix(name, tensor, dtypes)
     _check_contiguous("out", out)

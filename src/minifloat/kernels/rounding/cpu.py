@@ -1,8 +1,4 @@
-"""Calibrated rounding by the native library (``csrc/rounding``).
-
-Every number about a format comes from `numerics/formats.py`; the C++ code holds none. The caller,
-`minifloat.kernels.rounding`, validates the arguments.
-"""
+"""Calibrated rounding by the native library (``csrc/rounding``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calibrated rounding in plain torch: the fallback without the native library, and its reference in tests.
-
-The caller, `minifloat.kernels.rounding`, validates the arguments.
-"""
+"""Calibrated rounding in plain torch: the fallback without the native library, and its reference in tests."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Chooses the tiles of a product, by arithmetic or from a table measured on a device. Imports no triton.
-
-Goals of the arithmetic: CTAs that are all on the device at once, with as many steps of loads in flight as shared memory
-holds for them. K is split if there are too few tiles of the result to fill the device. On Hopper and Blackwell the
-tiles are those that were fastest on an H100 for the weights of an 8B model: three small CTAs on each multiprocessor,
-or for weights whose tiles just fill the device once, one CTA that loads further ahead; more than 32 rows of x take the
-shared memory of two. Elsewhere two CTAs, so that one decodes while the other loads. Serving measures nothing;
-`benchmarks/gpu_tune.py` measures on a device and writes a table.
-"""
+"""Chooses the tiles of a product, by arithmetic or from a table measured on a device."""
 
 from __future__ import annotations
 
@@ -22,9 +14,13 @@ from minifloat.errors import ConfigError
 from minifloat.kernels.linear.triton.device import MAX_TILES, Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 
+# The arithmetic wants CTAs that are all on the device at once, with as many loads in flight as shared memory holds; K
+# is split where tiles are too few to fill the device. Its numbers for Hopper and Blackwell are those measured on an
+# H100.
+
 #: The environment variable with the path of the table; if it is empty, no table is read.
 TABLE_VARIABLE = "MINIFLOAT_GPU_TABLE"
-#: A table has a configuration for each of these numbers of rows of x; each covers all numbers up to its own.
+#: a table has a configuration for each of these numbers of rows of x; each covers all numbers up to its own.
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 #: Maximum number of partial sums of one tile.
 MAX_SPLIT = 16

@@ -1,15 +1,4 @@
-"""Decodes in registers: 32-bit words of E4M3 or E2M1 into pairs of bfloat16, times a pair of multipliers.
-
-Each half of a word holds elements of one of two neighbouring columns (`minifloat.kernels.linear.triton.fragments`).
-Masks of the sign, the low exponent bits and the first mantissa bits turn every element into a bfloat16 that is too
-small by a power of two. The multiplier corrects this and applies the scale of the block. Both steps are exact:
-significands have at most 6 bits, and results are normal numbers, except in blocks far below the largest of their row.
-
-Triton's interpreter has no PTX and computes with bfloat16 as if it were an integer, so PLAIN takes the same masks and
-shifts in Triton's own operations, and float32 values. Weights multiply as float32 there.
-
-Needs triton; imported only where kernels run or are compiled.
-"""
+"""Decodes in registers: 32-bit words of E4M3 or E2M1 into pairs of bfloat16, times a pair of multipliers."""
 
 from __future__ import annotations
 
@@ -17,6 +6,9 @@ import triton
 import triton.language as tl
 
 from minifloat.kernels.linear.triton.layout import GpuForm
+
+# Masks turn every element into a bfloat16 that is too small by a power of two; the multiplier corrects this and applies
+# the scale. Both are exact: significands have at most 6 bits. PLAIN does the same without PTX, for the interpreter.
 
 #: ``x * m + -0`` is ``x * m``, on sm_80 too, which has no product of two pairs alone.
 MINUS_ZERO = tl.constexpr(0x80008000 - (1 << 32))
@@ -56,7 +48,7 @@ fma.rn.bf16x2 $3, d, $7, $9;
 FP8_BLOCK = tl.constexpr(int(GpuForm.FP8_BLOCK))
 MXFP8 = tl.constexpr(int(GpuForm.MXFP8))
 NVFP4 = tl.constexpr(int(GpuForm.NVFP4))
-#: A pair of the bfloat16 2**120, which turns the bits of E4M3 into its value.
+#: a pair of the bfloat16 2**120, which turns the bits of E4M3 into its value.
 E4M3_MULTIPLIER = tl.constexpr(0x7B807B80)
 
 

@@ -1,11 +1,4 @@
-"""A GPU as products see it: whether kernels can run, its properties, and counters in its memory. Imports no triton.
-
-The counters tell a CTA whether it is the last of its tile of the result. They must be zero before a launch, and the
-last CTA sets them to zero again. New counters would have to be zeroed in every call, in a captured graph too; so each
-stream has a row of counters, all zeroed when the first weight is packed for a device. As with the workspaces of cuBLAS,
-a graph uses the row of the stream that it was captured on, and must not be replayed concurrently with other products of
-this stream.
-"""
+"""A GPU as products see it: whether kernels can run, its properties, and counters in its memory."""
 
 from __future__ import annotations
 
@@ -33,6 +26,8 @@ _SHARED_BYTES = {
 #: Maximum number of tiles of the result with counters in one launch.
 MAX_TILES = 1 << 12
 _STREAMS = 128
+#: Counters tell a CTA whether it is the last of its tile; the last sets them to zero again. Each stream has a row of
+#: them, zeroed once: a captured graph could not zero new ones, and uses the row of the stream that it was captured on.
 #: For each device: the rows of counters, and the index of the row by stream.
 _ROWS: dict[torch.device, tuple[Tensor, dict[int, int]]] = {}
 

@@ -1,10 +1,4 @@
-"""Packs for the GPU in plain PyTorch: elements into the order of fragments, scales into factors, and back.
-
-Two or four elements share a unit of 16 bits, and two units (e = 0, 1) a word, arranged so that few instructions turn a
-word into pairs of bfloat16 (`minifloat.kernels.linear.triton.decode`). A bfloat16 with an element in the low bits of
-the exponent and the first bits of the mantissa is the element times a power of two, subnormals included; one
-multiplication corrects the exponent and applies the scale.
-"""
+"""Packs for the GPU in plain PyTorch: elements into the order of fragments, scales into factors, and back."""
 
 from __future__ import annotations
 
@@ -17,6 +11,9 @@ from minifloat.kernels.pack.reference import e8m0_codes
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import BFLOAT16, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import GROUP_16, GROUP_32
+
+# Two or four elements share a unit of 16 bits, arranged so that few instructions turn two units into pairs of bfloat16:
+# an element in the low exponent and first mantissa bits is itself times a power of two, subnormals included.
 
 #: Exponent field of the largest multiplier, 2**126, which turns the bits of E2M1 into its value.
 TOP = BFLOAT16.bias + 126
@@ -77,10 +74,7 @@ def unpack_elements(pairs: Tensor, shape: tuple[int, int], form: GpuForm, order:
 
 
 def _join_bytes(codes: Tensor) -> Tensor:
-    """Join int16 ``[..., e, j]`` into ``[..., e]``: the first as the bits of a bfloat16, the second in the rest.
-
-    The sign of the second element is in the other half of the word; rotating the word moves it to its place.
-    """
+    """Join int16 ``[..., e, j]`` into ``[..., e]``: the first as the bits of a bfloat16, the second in the rest."""
     first, second = codes.unbind(-1)
     sign = (second >> 7) & 1
     return (
@@ -132,10 +126,7 @@ def unpack_factors(words: Tensor, shape: tuple[int, int], groups: int) -> Tensor
 
 
 def code_powers(elements: Tensor, scales: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Code E8M0 scales as exponent fields of multipliers, relative to the largest scale of each row.
-
-    A block more than `MAX_DISTANCE` powers of two below the largest is multiplied with zero, as on the CPU.
-    """
+    """Code E8M0 scales as exponent fields of multipliers, relative to the largest scale of each row."""
     width = GROUP_COLS[GpuForm.MXFP4]
     magnitude = (elements & ((1 << (element.bits - 1)) - 1)).to(torch.uint8)
     blocks = torch.nn.functional.pad(magnitude, (0, -elements.shape[1] % width)).view(elements.shape[0], -1, width)
@@ -152,11 +143,7 @@ def powers(fields: Tensor, largest: Tensor) -> Tensor:
 
 
 def code_scales(scales: Tensor) -> Tensor:
-    """Code positive finite E4M3 scales as 5 bits of exponent and 3 of mantissa: uint8.
-
-    With `LOWEST` they are the bits of the bfloat16 ``scale * 2**118``, in which subnormal scales are normal. Zero
-    becomes code 0, which decodes to a small factor: the elements of such a block must be zeros.
-    """
+    """Code positive finite E4M3 scales as 5 bits of exponent and 3 of mantissa: uint8."""
     values = decode(scales & 0x7F, E4M3).nan_to_num(0.0)
     mantissa, exponent = torch.frexp(values)
     field = exponent - 1 + 118 + BFLOAT16.bias - LOWEST

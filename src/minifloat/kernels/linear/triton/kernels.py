@@ -1,9 +1,4 @@
-"""The Triton kernels: a product with weights decoded in registers, and decoding alone. Needs triton.
-
-Weights are the first operand, so that they go from registers into the tensor cores; rows of x are columns of the
-result. CTAs that share a tile of the result split K; each writes its sum, and the last to finish adds the sums up in
-their order, so that the bits do not depend on which CTA is last.
-"""
+"""The Triton kernels: a product with weights decoded in registers, and decoding alone."""
 
 from __future__ import annotations
 
@@ -16,11 +11,7 @@ from minifloat.kernels.triton_overlap import LINE_BYTES, prefetch, wait
 
 @triton.jit
 def parts_of(x, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INTERP: tl.constexpr):
-    """Split rows of x ``[BM, BK]`` into bfloat16 ``[BM * PARTS, BK]``: PARTS neighbouring rows add up to a row of x.
-
-    float16 is exactly two bfloat16, float32 three (and a fourth of zeros). Bits are cut off, not rounded, so that
-    nothing overflows; the rest of an infinity is zero.
-    """
+    """Split rows of x ``[BM, BK]`` into bfloat16 ``[BM * PARTS, BK]``: PARTS neighbouring rows add up to a row of x."""
     value = x.to(tl.float32)
     first = (value.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     rest = tl.where(first == value, 0.0, value - first)
@@ -112,7 +103,7 @@ def product_kernel(
         tl.debug_barrier()
         last = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
-            acc = tl.zeros((BN, BM), tl.float32)
+            acc = tl.zeros((BN, BM), tl.float32)  # sums in their order: the bits do not depend on who is last
             for other in range(SPLIT):
                 acc += tl.load(sums + other * (BN * BM), cache_modifier=".cg")
             tl.store(counts_ptr + tile, 0)
@@ -130,10 +121,7 @@ def dequantize_kernel(
     codes_ptr, factors_ptr, blocks_ptr, rows_ptr, y_ptr, first_row, N, K, tiles, block_stride, block_rows,
     FORM: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Decode rows of a weight ``[N, K]`` from `first_row`, a multiple of 64, into contiguous `y_ptr`, rounded once.
-
-    The other arguments are those of `product_kernel`.
-    """
+    """Decode rows of a weight ``[N, K]`` from `first_row`, a multiple of 64, into contiguous `y_ptr`, rounded once."""
     half, tile = first_row // 64 + tl.program_id(1), tl.program_id(0)
     where = ((half // 2).to(tl.int64) * tiles + tile) * 2 + half % 2
     pairs = tl.load(codes_ptr + where * UNITS + tl.arange(0, UNITS)[None, None, :])

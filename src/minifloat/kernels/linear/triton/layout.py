@@ -1,19 +1,4 @@
-"""The layout of a weight in a GPU's memory, and the weights that it covers. Imports no triton.
-
-A tensor core multiplies fragments: lane ``4 * g + t`` of warp w holds rows ``16 * w + 8 * h + g`` and columns
-``8 * j + 2 * t + e`` of a tile of 64 rows and 16 columns (h, j, e from 0 to 1). Weights are stored in this order, so
-that each lane reads its own 16 bytes and decodes them into its operand: no exchange between lanes, no transposing load.
-The kernels load a tile as it is stored, `reshape` it to the axes below and `permute` these to rows and columns; the
-compiler finds that both are the identity on registers. Packing is the inverse permutation.
-
-Memory runs over panels of 128 rows, then tiles of 128 columns, then the two halves of a panel, then
-
-    E4M3:  block of 32 columns, w, g, t, s (16 columns each), h, e     16 bits each: the elements of both j
-    E2M1:  half of 64 columns, w, g, t, block of 32, h, e              16 bits each: the elements of both j and both s
-
-``mma.sync`` (every capability but 9 and 10) takes columns ``4 * t + 2 * j + e`` instead, because Triton gives each lane
-four neighbouring columns there: `Order.WIDE`.
-"""
+"""The layout of a weight in a GPU's memory, and the weights that it covers."""
 
 from __future__ import annotations
 
@@ -23,6 +8,15 @@ from minifloat.kernels.pack.layout import BLOCK, CODED_E8M0, ROW
 from minifloat.kernels.pack.layout import form_of as cpu_form_of
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.scheme import WeightSpec
+
+# A tensor core multiplies fragments: lane ``4 * g + t`` of warp w holds rows ``16 * w + 8 * h + g`` and columns ``8 * j
+# + 2 * t + e`` of a tile of 64 rows and 16 columns. Weights are stored in this order, so that each lane reads its own
+# 16 bytes and decodes them into its operand. Memory runs over panels of 128 rows, tiles of 128 columns, halves, then
+#
+#     E4M3:  block of 32 columns, w, g, t, s (16 columns each), h, e     16 bits each: the elements of both j
+#     E2M1:  half of 64 columns, w, g, t, block of 32, h, e              16 bits each: the elements of both j and both s
+#
+# ``mma.sync`` takes columns ``4 * t + 2 * j + e`` instead: `Order.WIDE`.
 
 HALF_ROWS = 64  #: rows of a fragment of four warps
 PANEL_ROWS = 2 * HALF_ROWS

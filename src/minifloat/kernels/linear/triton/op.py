@@ -1,8 +1,4 @@
-"""The product on a GPU as an op of torch, ``torch.ops.minifloat.gpu_linear``, for `torch.compile`.
-
-Eager calls go straight to `run`, because a call through torch's dispatcher costs more. Imports triton only when a
-product runs.
-"""
+"""The product on a GPU as an op of torch, ``torch.ops.minifloat.gpu_linear``, for `torch.compile`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Launches the GPU kernels of a product. Needs triton.
-
-Torch allocates memory for partial sums and decoded weights in every call, as it does for outputs; this is correct in
-CUDA graphs and on any stream.
-"""
+"""Launches the GPU kernels of a product."""
 
 from __future__ import annotations
 

@@ -25,27 +25,16 @@ _SIGN = 1 << (E4M3.bits - 1)
 
 @dataclass(frozen=True, eq=False)
 class GpuWeight:
-    """A weight ``[N, K]`` as the kernels of a GPU read it (`minifloat.kernels.linear.triton.layout`).
-
-    As on the CPU, a NaN code or a NaN coded scale anywhere in a row makes the whole row of the weight NaN, because the
-    dot product of the row with any input is NaN; and with E8M0 scales, a block whose scale is more than 125 powers of
-    two below the largest of its row is multiplied with zero.
-
-    Attributes:
-        row_scale: float32 ``[N]``, padded to whole panels: the factor of the sum of a row.
-        factors: int32, flat: coded block scales in fragments; None if the form has none.
-        block_scale: float32 ``[rows of blocks, columns of blocks]``; `GpuForm.FP8_BLOCK` only.
-        scale: The scale grid of the checkpoint, if it cannot be restored from the other tensors; else None.
-    """
+    """A weight ``[N, K]`` as the kernels of a GPU read it (`minifloat.kernels.linear.triton.layout`)."""
 
     spec: WeightSpec
     shape: tuple[int, int]
     order: Order
     codes: Tensor
-    row_scale: Tensor
-    factors: Tensor | None = None
-    block_scale: Tensor | None = None
-    scale: Tensor | None = None
+    row_scale: Tensor  #: float32 ``[N]``, padded to whole panels: the factor of the sum of a row
+    factors: Tensor | None = None  #: int32, flat: coded block scales in fragments; None if the form has none
+    block_scale: Tensor | None = None  #: float32 ``[rows of blocks, columns of blocks]``; `GpuForm.FP8_BLOCK` only
+    scale: Tensor | None = None  #: the scale grid of the checkpoint, if it cannot be restored from the other tensors
     global_scale: Tensor | None = None
     global_divides: bool = True
 
@@ -83,10 +72,7 @@ class GpuWeight:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def unpack(self) -> QuantizedTensor:
-        """Return the weight as checkpoints store it, on the same device: the packed codes and scales, bit for bit.
-
-        The exception is NVFP4: elements under a scale of zero become zeros.
-        """
+        """Return the weight as checkpoints store it, on the same device: the packed codes and scales, bit for bit."""
         rows, cols = self.shape
         codes = fragments.unpack_elements(self.codes, self.shape, self.form, self.order)
         scale = self.scale

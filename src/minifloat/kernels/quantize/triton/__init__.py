@@ -1,10 +1,4 @@
-"""`quantize_rows` and `amax` by Triton on a CUDA device, or on the CPU in Triton's interpreter.
-
-A call copies bytes to the device, runs one kernel and copies codes and scales back, all on a stream of the calling
-thread, and then waits. Calls of several threads overlap: while one thread reads its file, the slab of another is copied
-and that of a third is cast. Copies are fastest if the caller's arrays are in pinned memory (`host_buffer`). The caller,
-`minifloat.kernels.quantize`, validates the arguments.
-"""
+"""`quantize_rows` and `amax` by Triton on a CUDA device, or on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""The Triton kernels of the quantizer: blocks of a slab to codes, scales and error statistics; and amax.
-
-A program handles whole blocks: many small ones (groups of 16 or 32), or one large one (128x128, a row). Blocks that fit
-stay in registers; a longer row is read twice, the second time from the cache. The operations that determine bits are
-those of `triton_cast` and `scales`, in the same order as in `numerics`. Sums of squares are float64, one pair per
-program, so that the order of programs does not change them.
-
-A tile has the dimensions ``[BLOCKS, PARTS, VECTOR]``, or ``[PARTS, BLOCKS, VECTOR]`` where scales are searched for: a
-vector is 16 bytes of a row, and the order of the dimensions is the order in which Triton gives vectors to threads.
-Neighbouring threads then hold neighbouring vectors, or each thread a whole block.
-"""
+"""The Triton kernels of the quantizer: blocks of a slab to codes, scales and error statistics; and amax."""
 
 from __future__ import annotations
 
@@ -33,9 +23,13 @@ from minifloat.kernels.triton_cast import (
 )
 from minifloat.numerics.formats import FLOAT32
 
+# A tile has the dimensions ``[BLOCKS, PARTS, VECTOR]``, or ``[PARTS, BLOCKS, VECTOR]`` where scales are searched for: a
+# vector is 16 bytes of a row, and Triton gives vectors to threads in the order of the dimensions, so that neighbouring
+# threads hold neighbouring vectors, or each thread a whole block. A row that does not fit in registers is read twice.
+
 _SIGN: Any = tl.constexpr(FLOAT32.bits - 1)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
-#: A tile has fewer elements than a count has values.
+#: a tile has fewer elements than a count has values.
 _COUNT_BITS: Any = tl.constexpr(16)
 _COUNT: Any = tl.constexpr((1 << 16) - 1)
 #: Columns of the statistics of a program.

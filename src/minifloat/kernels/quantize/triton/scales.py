@@ -1,7 +1,4 @@
-"""Scales of blocks in the Triton quantizer, bit for bit as `numerics/scale_rules.py` and `numerics/scale_search.py`.
-
-The searches take blocks as ``[PARTS, BLOCKS, VECTOR]``: with one block per thread, all of their sums stay in registers.
-"""
+"""Scales of blocks in the Triton quantizer, bit for bit as `numerics/scale_rules.py` and `numerics/scale_search.py`."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ def _block_error(
     BIAS: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Compute `scale_search._block_error` of magnitudes ``[PARTS, BLOCKS, VECTOR]``, in its order of additions.
-
-    Rounding to the values of the format times STEP equals its division and multiplication by STEP, a power of two.
-    """
+    """Compute `scale_search._block_error` of magnitudes ``[PARTS, BLOCKS, VECTOR]``, in its order of additions."""
     d = y - round_magnitude(y, MANTISSA, BIAS, LARGEST, STEP, CLAMP)
     error = d * d
     for level in tl.static_range(_log2(PARTS)):
