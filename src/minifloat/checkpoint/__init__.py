@@ -1,9 +1,4 @@
-"""Checkpoints on disk: a lazy, validating reader of safetensors and a transactional, resumable writer.
-
-`header` and `tensors` implement the file format; `layout` knows the names of a model folder's files; `reader` reads;
-`shard` (one file), `journal` and `writer` (the transaction) write; `rewrite` is what `quantize` and `convert` share;
-`array_file` holds arrays that are no weights. The package uses numpy and the standard library and imports no torch.
-"""
+"""Checkpoints on disk: a lazy, validating reader of safetensors and a transactional, resumable writer; no torch."""
 
 from minifloat.checkpoint.header import encode_index
 from minifloat.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SINGLE_FILE

@@ -1,8 +1,6 @@
 """The container of arrays that are no checkpoint: a safetensors file with a JSON record, a version and a digest.
 
-Activation statistics, text that a model wrote, rounded layers and Hessians are such files. safetensors itself would
-not notice a flipped bit, which would make a wrong scale, so a SHA-256 covers header and arrays. The content of a file
-is not trusted: header, digest, and the fields of the record are checked before anything is used.
+safetensors would not notice a flipped bit, which would make a wrong scale, so a SHA-256 covers header and arrays.
 """
 
 from __future__ import annotations
@@ -47,20 +45,13 @@ Array: TypeAlias = tuple[str, tuple[int, ...], Buffer]
 
 @dataclass(frozen=True)
 class ArrayFormat:
-    """What the files of one kind hold.
-
-    Attributes:
-        name: In the metadata of a file, after "minifloat".
-        check: Of the record.
-        cure: What to do about a file that cannot be used.
-        arrays: Dtype and number of dimensions of each array; None: any arrays.
-    """
+    """What the files of one kind hold."""
 
     name: str
     version: int
     check: Check
     cure: str
-    arrays: Mapping[str, tuple[str, int]] | None = None
+    arrays: Mapping[str, tuple[str, int]] | None = None  #: dtype and dimensions; None: any arrays
 
 
 @dataclass(frozen=True)
@@ -82,15 +73,12 @@ class ArrayFile:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the arrays."""
         return frozenset(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Return dtype and shape of an array."""
         return self._infos[name]
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of an array."""
         info = self._infos[name]
         data = np.empty(info.nbytes, np.uint8)
         with storage_errors(self.path, "open it"):
@@ -109,7 +97,6 @@ class ArrayFile:
 
 
 def numpy_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Array]:
-    """Return numpy arrays as they are written."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     return {name: (_DTYPE_NAMES[array.dtype], array.shape, array) for name, array in contiguous.items()}
 
@@ -168,7 +155,6 @@ def read_arrays(path: Path, kind: ArrayFormat) -> ArrayFile:
 
 
 def _hash_from(descriptor: int, offset: int, end: int, path: Path, hasher: Any) -> None:
-    """Hash the bytes of a file from an offset to its end."""
     buffer = bytearray(min(_PIECE_BYTES, end - offset))
     while offset < end:
         view = memoryview(buffer)[: end - offset]

@@ -1,9 +1,4 @@
-"""The fields of config.json and of its quantization_config that this package reads, and the values that they may have.
-
-The rules are those that hold for models of every family: a size is a positive integer, a norm's epsilon a small number,
-a rotary embedding does not stretch by a negative factor. What depends on the family is checked by its reader, and what
-can be compared with the tensors by `layouts.contradictions`.
-"""
+"""The fields of config.json and quantization_config that this package reads, and their values in any family."""
 
 from __future__ import annotations
 
@@ -141,13 +136,11 @@ _QUANTIZATION: dict[str, Check] = {
 
 
 def check_config(values: Mapping[str, Any], path: Path) -> None:
-    """Check config.json."""
     check_depth(values, path, ConfigError)
     check_fields(values, _CONFIG, path, ConfigError)
 
 
 def check_quantization(values: Mapping[str, Any], path: Path) -> None:
-    """Check a quantization_config, or hf_quant_config.json."""
     check_depth(values, path, ConfigError)
     check_fields(values, _QUANTIZATION, path, ConfigError, "quantization_config")
 

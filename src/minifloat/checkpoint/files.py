@@ -1,7 +1,6 @@
 """Safe opening of untrusted files, and errors of the operating system turned into messages with a cure.
 
-A model folder may come from anywhere: its links may point at a password file, a FIFO named like a shard would block the
-reader forever, a config may have a terabyte. The package opens every file of a checkpoint through this module.
+Links of a model folder may point at a password file, a FIFO would block the reader, a config may have a terabyte.
 """
 
 from __future__ import annotations
@@ -56,11 +55,7 @@ def is_safe_name(name: str) -> bool:
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """Return the path of `name` below `root`, after checking that its links stay inside `root`.
-
-    The one exception is the layout of the hub cache, where `models--*/snapshots/REVISION/FILE` points to
-    `models--*/blobs/HASH` of the same model.
-    """
+    """Return the path of `name` below `root`; its links stay inside, or in the model's blobs in the hub's cache."""
     parts = PurePosixPath(name).parts
     if not parts or not all(map(is_safe_name, parts)):
         raise UnsafeFileError(root, f"file name {name!r} leaves the folder; only plain names are accepted")
@@ -114,7 +109,6 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) -> bytes:
-    """Return the content of a small file of a checkpoint."""
     path = resolve_inside(root, name)
     descriptor, status = open_regular(path)
     try:
@@ -128,10 +122,7 @@ def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) 
 
 
 def refuse_irregular(root: Path, names: Iterable[str]) -> None:
-    """Raise an error unless files of a checkpoint are regular files inside its folder; those that are missing are not.
-
-    For libraries that open them without looking: a FIFO would have them wait forever.
-    """
+    """Raise unless files of a checkpoint, if they exist, are regular; for libraries that open them without looking."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             os.close(open_regular(resolve_inside(root, name))[0])
@@ -145,7 +136,6 @@ def parse_object(
     *,
     surrogates: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON object in `data`."""
     try:
         loaded = loads(data.decode("utf-8"))
         if not surrogates and b"\\u" in data:
@@ -162,13 +152,11 @@ def parse_object(
 
 
 def byte_view(buffer: Buffer) -> memoryview:
-    """Return a view of a contiguous buffer as bytes."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
 
 
 def list_folder(path: Path) -> list[str]:
-    """Return the names in a folder, in no particular order."""
     with storage_errors(path, "list the folder"):
         return [entry.name for entry in path.iterdir()]
 
@@ -202,7 +190,6 @@ def sync_folder(path: Path) -> None:
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the resolved path of an existing folder."""
     folder = Path(path)
     try:
         root = folder.resolve(strict=True)

@@ -1,12 +1,7 @@
 """The safetensors header and the shard index: parsers for untrusted files and deterministic encoders.
 
-A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without holes.
-The header alone decides which bytes belong to which tensor, so the parser checks everything in it against the file's
-size before it uses any number in it. Callers can read a tensor by its parsed `TensorInfo` without further checks.
-
-The values of the tensors are not checked: the format has no checksum, so a flipped bit cannot be detected. The index
-repeats what the headers say, so the two are compared: a tensor that only one of them names would be dropped by some
-tools and loaded by others.
+Everything in a header is checked against the file's size before a number in it is used. The index repeats what the
+headers say, so both are compared: some tools would drop a tensor that only one names. Values have no checksum.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -38,18 +33,13 @@ _TORN = "the file is incomplete or corrupt: download or copy it again"
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """A checked header.
-
-    Attributes:
-        tensors: All tensors in the order of their bytes.
-    """
+    """A checked header."""
 
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
 
 
 def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
-    """Return the checked header of a file, and the status of the file."""
     descriptor, status = open_regular(path)
     try:
         return header_of(descriptor, status.st_size, path), status
@@ -58,8 +48,6 @@ def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
 
 
 def header_of(descriptor: int, file_bytes: int, path: Path) -> ShardHeader:
-    """Return the checked header of an open file."""
-
     def read(start: int, count: int) -> bytes:
         data = bytearray(count)
         read_exactly(descriptor, memoryview(data), start, path)
@@ -69,13 +57,11 @@ def header_of(descriptor: int, file_bytes: int, path: Path) -> ShardHeader:
 
 
 def check_header(read: Callable[[int, int], bytes], *, path: Path, file_bytes: int) -> ShardHeader:
-    """Return the checked header of a local or remote file."""
     length = _header_length(read(0, min(LENGTH_BYTES, file_bytes)), path, file_bytes)
     return parse_header(read(LENGTH_BYTES, length), path=path, file_bytes=file_bytes)
 
 
 def _header_length(prefix: bytes, path: Path, file_bytes: int) -> int:
-    """Return the length of the JSON, read from the first `LENGTH_BYTES` of a file of `file_bytes`."""
     if len(prefix) < LENGTH_BYTES or file_bytes < LENGTH_BYTES + _MIN_HEADER_BYTES:
         raise HeaderError(path, f"{file_bytes} bytes are too few for a safetensors file; {_TORN}")
     if prefix == _LFS_MAGIC:
@@ -108,12 +94,7 @@ def parse_header(text: bytes, *, path: Path, file_bytes: int) -> ShardHeader:
 def encode_header(
     tensors: Iterable[OutputTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Encode the header of a file, and assign a byte range to each tensor.
-
-    The result depends on the arguments only. Tensors are sorted by element size, the widest first, and keep the given
-    order among equal sizes. That aligns every tensor to its element size, because each size is a multiple of the sizes
-    after it and the data starts at a multiple of 8.
-    """
+    """Encode the header of a file, and assign a byte range to each tensor, the widest elements first for alignment."""
     entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     spans: dict[str, tuple[int, int]] = {}
     end = 0
@@ -154,7 +135,6 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _load(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse the JSON object of a header."""
     if not text.startswith(b"{"):
         raise HeaderError(path, f"the header must start with '{{', found {text[:1]!r}; {_TORN}")
     try:
@@ -172,7 +152,6 @@ def _load(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _parse_tensor(name: str, entry: object, path: Path, data_start: int) -> TensorInfo:
-    """Parse and check one entry of the header."""
     if not name or "\0" in name:
         raise HeaderError(path, f"tensor name {name!r} is empty or holds a NUL")
     if not isinstance(entry, dict):
@@ -262,7 +241,6 @@ def read_index(root: Path) -> dict[str, str] | None:
 
 
 def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str] | None) -> list[str]:
-    """Return the file names of the shards of a model, sorted."""
     present = sorted(name for name in names if name.endswith(SHARD_SUFFIX))
     if weight_map is not None:
         claimed = sorted(set(weight_map.values()))
@@ -301,7 +279,6 @@ def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str
 
 
 def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[TensorInfo]], path: Path) -> None:
-    """Raise unless the index and the headers of the shards agree."""
     for shard, infos in shards.items():
         for info in infos:
             claimed = weight_map.get(info.name)

@@ -1,9 +1,7 @@
-"""The work folder of a job, and its journal of what is finished: every job that can be continued after a kill has one.
+"""The work folder of a job that can be continued after a kill, and its journal of what is finished.
 
-The first line of the journal names the run by a fingerprint of all that determines the result. Each other line names a
-finished file, with its size, a digest of its bytes and the job's record of it, or says that such a file is discarded. A
-line ends with a digest of itself. A resumed run reads the finished files again and believes neither a line nor a file
-that has changed.
+Its first line names the run by a fingerprint of all that determines the result, each other one a finished file with
+size, digest and record. A resumed run reads the files again and believes no line or file that has changed.
 """
 
 from __future__ import annotations
@@ -48,18 +46,13 @@ class WrittenFile:
 
 
 class WorkFolder:
-    """A work folder of one run at a time, locked while it is open.
-
-    Attributes:
-        finished: The records of the finished files, by name.
-        damaged: Why each other file that the journal names is not what was written, by name.
-    """
+    """A work folder of one run at a time, locked while it is open."""
 
     def __init__(self, path: Path, is_ours: Callable[[str], bool]) -> None:
         """Lock the folder, which is created if it is missing; one with files of somebody else is refused."""
         self.path, self._is_ours = path, is_ours
         self.finished: dict[str, dict[str, Any]] = {}
-        self.damaged: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}  #: why a file that the journal names is not what was written
         if os.path.lexists(path):
             with contextlib.closing(OwnFolder.open(path)) as folder:
                 foreign = sorted(name for name in folder.names() if not (self._ours(name) or name.startswith(".")))
@@ -73,14 +66,12 @@ class WorkFolder:
 
     @property
     def folder(self) -> OwnFolder:
-        """The folder itself."""
         if self._lock is None:
             raise AssertionError("the work folder is closed")
         return self._lock.folder
 
     @property
     def is_open(self) -> bool:
-        """Whether the lock is held."""
         return self._lock is not None
 
     def resume(self, fingerprint: str) -> str | None:
@@ -176,7 +167,6 @@ class _Journal:
                 raise
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Append an object and sync it to the disk."""
         line = sealed_line(json.dumps(entry, separators=(",", ":")).encode())
         with self._lock, storage_errors(self._path, "write the journal"):
             try:
@@ -190,7 +180,6 @@ class _Journal:
             self._size += len(line)
 
     def restart(self, first: dict[str, Any]) -> None:
-        """Replace all objects by one."""
         with storage_errors(self._path, "write the journal"):
             os.ftruncate(self._descriptor, 0)
         self.entries, self._size = [first], 0
@@ -263,7 +252,6 @@ def _finished_files(
 
 
 def _damage(folder: OwnFolder, name: str, written: WrittenFile) -> str:
-    """Return why a file is not what was written; empty if it is."""
     try:
         descriptor = folder.open_file(name, os.O_RDONLY)
     except FileNotFoundError:

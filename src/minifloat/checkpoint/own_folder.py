@@ -1,9 +1,7 @@
 """`OwnFolder`: a work folder that belongs to this user, in which no name is followed out of it; and its lock.
 
-A work folder has a name that anybody can guess, and may lie where others can write, such as /tmp. Who creates it first,
-or plants a link in it, must not be able to have files of this user emptied or deleted. So the folder is opened once,
-and everything in it is reached through its descriptor, without following links; what is of another owner or of another
-kind than expected is refused, not replaced.
+Whoever guesses its name and plants a link in it must not have files of this user emptied or deleted: the folder is
+opened once, all in it is reached by its descriptor without following links, and what is foreign is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ class OwnFolder:
 
     @classmethod
     def open(cls, path: Path, *, created: bool = False) -> OwnFolder:
-        """Open an existing folder."""
         descriptor = _open_folder(path, path)
         status = os.fstat(descriptor)
         if not created and status.st_uid != os.geteuid():
@@ -42,13 +39,11 @@ class OwnFolder:
         return cls(path, descriptor, status.st_uid)
 
     def close(self) -> None:
-        """Close the descriptor."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def names(self) -> list[str]:
-        """Return the names of all entries, in no particular order."""
         with storage_errors(self.path, "list the folder"):
             return os.listdir(self.descriptor)  # noqa: PTH208  Path has no folder by descriptor
 
@@ -100,7 +95,6 @@ class OwnFolder:
             os.close(descriptor)
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the content of a file."""
         with self.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -229,10 +223,7 @@ class FolderLock:
         return held
 
     def release(self, *, remove: bool = False) -> None:
-        """Release the lock; with `remove` also delete the lock file, and the folder if it is then empty.
-
-        An error is ignored: the end of the process releases the lock in any case.
-        """
+        """Release the lock; with `remove` also delete the lock file, and the folder if it is then empty."""
         if remove:
             with contextlib.suppress(OSError):
                 os.unlink(self._name, dir_fd=self.folder.descriptor)

@@ -1,13 +1,6 @@
-"""A validating reader of model folders.
+"""A validating reader of model folders: config, index and all headers are checked before any tensor is read.
 
-`Checkpoint.open` reads config.json, the shard index and the header of every shard, and no tensor: it takes
-milliseconds for a model of any size. Everything is checked before the first tensor is read, so that an hour of work
-does not end at a broken last shard. Any thread can then read tensors into the caller's memory.
-
-`Checkpoint.open_headers` does the same for a model whose weights are on the hub; its tensors cannot be read.
-
-The reader uses no memory maps, because a mapped file that shrinks kills the process, while a failed `pread` raises an
-error. It reads no pickle files, because they can run code when they are loaded.
+No memory maps, because a mapped file that shrinks kills the process; no pickle files, because they can run code.
 """
 
 from __future__ import annotations
@@ -120,26 +113,12 @@ class Checkpoint:
 
     @classmethod
     def open_unfinished(cls, root: Path) -> Checkpoint:
-        """Do the same as `open` for an output that a writer has not yet renamed to its destination.
-
-        Args:
-            root: An existing folder, links resolved.
-        """
+        """Open, as `open` does, an output that a writer has not yet renamed to its destination; `root` is resolved."""
         return cls._open(root, sorted(list_folder(root)), lambda name: _read_shard(root, name))
 
     @classmethod
     def open_headers(cls, root: Path, names: Collection[str], read: Callable[[str], ShardHeader]) -> Checkpoint:
-        """Read and check config, index and headers of a model whose shards are remote; its tensors cannot be read.
-
-        Args:
-            root: An existing folder with config.json and the index, if the model has one; links resolved.
-            names: Names of all files of the model.
-            read: Returns the header of a shard.
-
-        Raises:
-            CheckpointError: If the files are not a model, or one of them is invalid.
-            Exception: Any exception that `read` raises.
-        """
+        """Open a model by headers that `read` gets; `root` has config.json and the index, `names` are all files."""
         return cls._open(root, sorted(names), lambda name: _Shard(read(name), None))
 
     @classmethod
@@ -207,9 +186,6 @@ class Checkpoint:
     def sidecars(self) -> tuple[str, ...]:
         """Return the files to copy to a quantized model unchanged: tokenizer, templates, custom code, licence.
 
-        `layout.SIDECAR_PATTERNS` selects them. Names in a subfolder contain a `/`. Callers call this before the work
-        begins, because it raises the errors that `read_file` would raise later.
-
         Raises:
             UnsafeFileError: If the link of a file leads out of the folder, or a file is not a regular file.
             StorageError: If the operating system refuses to list a folder.
@@ -224,15 +200,7 @@ class Checkpoint:
         return tuple(sorted(names))
 
     def read_file(self, name: str) -> bytes:
-        """Return the content of a sidecar.
-
-        Args:
-            name: One of `sidecars()`.
-
-        Raises:
-            UnsafeFileError: If its link leads out of the folder, it is not a regular file, or it exceeds 1 GiB.
-            StorageError: If the operating system refuses, or the file is gone.
-        """
+        """Return the content of one of `sidecars()`; UnsafeFileError if it is irregular or exceeds 1 GiB."""
         try:
             return read_small(self.path, name, _SIDECAR_LIMIT, UnsafeFileError)
         except FileNotFoundError:
@@ -257,10 +225,8 @@ class Checkpoint:
 
 
 def _read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have the operating system read what follows a range while the caller works on the range.
-
-    Its own heuristic fails where threads read different tensors through one descriptor.
-    """
+    """Have the operating system read what follows a range while the caller works on the range."""
+    # the system's own heuristic fails where threads read different tensors through one descriptor
     if nbytes and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # a file system may not know the hint
             os.posix_fadvise(descriptor, offset + READ_AHEAD_BYTES, nbytes, os.POSIX_FADV_WILLNEED)

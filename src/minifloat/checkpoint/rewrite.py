@@ -1,8 +1,4 @@
-"""`RewriteJob`: a run that writes the shards of one checkpoint from those of another, and steps around it.
-
-`quantize` and `convert` share the order of the work: shards that an earlier run finished are kept if their source is
-unchanged; the work of each other shard is submitted to a pool of threads, tensor by tensor. Subclasses define the work.
-"""
+"""`RewriteJob`: a run that writes the shards of one checkpoint from those of another: `quantize` and `convert`."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ def rounding_of(checkpoint: Checkpoint) -> str | None:
 
 
 def refuse_inside(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source or lies inside it."""
     if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
         raise UsageError(f"{destination} is the source or lies inside it; name a folder outside {source}")
 
@@ -60,10 +55,7 @@ def fingerprint(checkpoint: Checkpoint, *facts: Any) -> str:
 
 @contextlib.contextmanager
 def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads that write shards; an error cancels the work that has not begun.
-
-    If the error lies in the source (a TensorError or CheckpointError), the finished shards are discarded too.
-    """
+    """Yield a pool of threads that write shards; an error cancels the rest, one of the source all."""
     with ThreadPoolExecutor(threads, thread_name_prefix="minifloat") as pool:
         try:
             yield pool
@@ -77,7 +69,6 @@ def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolEx
 def restart_if_source_changed(
     writer: CheckpointWriter, digests: Mapping[str, Sequence[tuple[str, Future[str]]]]
 ) -> None:
-    """Discard all finished shards if the source of one of them has changed."""
     for shard, current in digests.items():
         recorded = [(entry["name"], entry["source_digest"]) for entry in writer.finished[shard]["tensors"]]
         if [(name, digest.result()) for name, digest in current] != recorded:
@@ -97,18 +88,15 @@ def restart_notes(writer: CheckpointWriter) -> tuple[str, ...]:
 
 
 def write_sidecars(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
-    """Copy the tokenizer and the other sidecars."""
     for name in checkpoint.sidecars():
         writer.write_file(name, checkpoint.read_file(name))
 
 
 def write_index(writer: CheckpointWriter, shards: Mapping[str, Sequence[OutputTensor]]) -> None:
-    """Write the index that maps tensors to shards."""
     writer.write_file(INDEX_FILE, encode_index(shards))
 
 
 def encode_json(value: Any) -> bytes:
-    """Return `value` as indented JSON that ends with a newline."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes its escape in JSON
 
@@ -123,17 +111,12 @@ Entry = dict[str, Any]
 
 
 def record_check(entry: Check, **beside: Check) -> Check:
-    """Return the check of the record of a shard, for `CheckpointWriter`."""
     return exact_fields({**beside, "tensors": list_of(entry)})
 
 
 @dataclass
 class OpenShard(Generic[Item]):
-    """A shard whose work has been submitted to the pool.
-
-    Attributes:
-        writer: The open output file; None if the shard has no outputs.
-    """
+    """A shard whose work has been submitted to the pool."""
 
     name: str
     writer: ShardWriter | None
@@ -142,18 +125,7 @@ class OpenShard(Generic[Item]):
 
 @dataclass
 class RewriteJob(ABC, Generic[Item]):
-    """One run over all shards of a source.
-
-    Attributes:
-        checkpoint: The source.
-        writer: The output.
-        pool: Threads that do the work.
-        shards: Items by shard name, in the order of the source; the output has the same shards.
-        metadata: Strings for the header of each shard.
-        progress: Called with the bytes done, the total bytes, and the name of a tensor or a step, if not None.
-        resumed: Number of shards of an earlier run that `run` kept.
-        done_bytes: Bytes of the source tensors whose work is done.
-    """
+    """One run over all shards of a source."""
 
     checkpoint: Checkpoint
     writer: CheckpointWriter
@@ -161,7 +133,7 @@ class RewriteJob(ABC, Generic[Item]):
     shards: Mapping[str, Sequence[Item]]
     metadata: dict[str, str]
     progress: Progress | None
-    resumed: int = field(default=0, init=False)
+    resumed: int = field(default=0, init=False)  #: shards of an earlier run that `run` kept
     done_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -180,29 +152,15 @@ class RewriteJob(ABC, Generic[Item]):
 
     @abstractmethod
     def digests(self, item: Item) -> dict[str, Future[str]]:
-        """Submit the hashing of the source tensors of an item, without other work.
-
-        Returns:
-            A future for each row of the report on the item, by the row's name and in the order of `entries`.
-        """
+        """Submit the hashing of an item's sources; return futures by names of its rows, in the order of `entries`."""
 
     @abstractmethod
     def submit(self, item: Item, shard: ShardWriter | None) -> list[Future[Any]]:
-        """Submit the work of an item to the pool.
-
-        Args:
-            item: The item.
-            shard: The output shard of the item; None if it has no outputs.
-        """
+        """Submit the work of an item to the pool; the shard is None if it has no outputs."""
 
     @abstractmethod
     def entries(self, item: Item, results: list[Any]) -> list[Entry]:
-        """Return the rows of the report on an item, each with a ``name`` and a ``source_digest``.
-
-        Args:
-            item: The item.
-            results: Results of its futures, in the order of `submit`.
-        """
+        """Return the rows of the report on an item, each with ``name`` and ``source_digest``."""
 
     def prepare(self) -> None:
         """Run steps after the check of finished shards and before the first new shard. Nothing by default."""
@@ -214,15 +172,7 @@ class RewriteJob(ABC, Generic[Item]):
     # ------------------------------------------------------------------------------------------ the run
 
     def run(self) -> list[Entry]:
-        """Write every shard that is not finished.
-
-        Returns:
-            The entries of all items, in the order of the shards.
-
-        Raises:
-            StorageError: If the operating system refuses.
-            TensorError: If a tensor cannot be rewritten.
-        """
+        """Write every shard that is not finished; return the entries of all items, in the order of the shards."""
         self._keep_finished_shards()
         self.prepare()
         self.resumed = len(self.writer.finished)

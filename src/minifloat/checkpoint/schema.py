@@ -1,13 +1,7 @@
 """Schemas of the JSON files that come with a checkpoint: which values a field may have.
 
-A file of a checkpoint may hold anything. Whatever reads one checks the fields that any part of this package reads
-before the first of them is used, so that a value of another type, a number that is not finite or a list of another
-length is an error that names file, field, rule and value, and not a traceback far from the file.
-
-A schema names the fields that are read and lets all others pass: models have thousands of fields of their own. A field
-that is missing or null passes too; what needs it says so. Only what this package alone writes has exact fields. This is
-a table of small functions and no library, because the one that is made for this, pydantic, is needed by `serve` alone
-and takes longer to import than `inspect` to run.
+A schema names the fields that are read and lets all others, missing ones and null pass; only what this package alone
+writes has exact fields. pydantic is not used: it takes longer to import than `inspect` to run.
 """
 
 from __future__ import annotations
@@ -36,7 +30,6 @@ class Unfit(ValueError):
 def check_fields(
     values: Mapping[str, Any], schema: Mapping[str, Check], path: Path, error: type[CheckpointError], where: str = ""
 ) -> None:
-    """Check the fields of an object."""
     try:
         fields(schema)(values, where)
     except Unfit as unfit:
@@ -44,8 +37,6 @@ def check_fields(
 
 
 def fields(schema: Mapping[str, Check]) -> Check:
-    """Return the check of an object by the checks of its fields."""
-
     def check(value: Any, where: str) -> None:
         if not isinstance(value, Mapping):
             raise Unfit(where, "an object", value)
@@ -70,8 +61,6 @@ def exact_fields(schema: Mapping[str, Check]) -> Check:
 
 
 def or_null(check_value: Check) -> Check:
-    """Return the check of a value that may be null."""
-
     def check(value: Any, where: str) -> None:
         if value is not None:
             check_value(value, where)
@@ -94,7 +83,6 @@ natural = integer(0, 2**63)
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
-    """Return the check of a finite number from `low`, or `above` it, to `high`."""
     rule = "a finite number" + (f" {'above' if above else 'of at least'} {low:g}" if low > -math.inf else "")
     rule += f" and at most {high:g}" if high < math.inf else ""
 
@@ -115,7 +103,6 @@ def _as_float(value: float) -> float:
 
 
 def flag(value: Any, where: str) -> None:
-    """Check true or false."""
     if type(value) is not bool:
         raise Unfit(where, "true or false", value)
 
@@ -129,12 +116,10 @@ def text(value: Any, where: str) -> None:
 
 
 def any_object(value: Any, where: str) -> None:
-    """Check an object of any fields."""
     fields({})(value, where)
 
 
 def list_of(check_item: Check, length: int | None = None, *, nullable: bool = False, of: str = "") -> Check:
-    """Return the check of a list."""
     expected = " ".join(("a list", *(["of"] if length or of else []), *([str(length)] if length else []), of)).strip()
 
     def check(value: Any, where: str) -> None:

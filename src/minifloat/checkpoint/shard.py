@@ -1,8 +1,6 @@
-"""A writer of one safetensors file for many threads.
+"""A writer of one safetensors file for many threads, which write tensors and slabs of rows in any order.
 
-The byte range of every tensor is known before the first byte is written, so threads can write tensors, and slabs of
-their rows, in any order. The header is written last: until then the file starts with a header length of zero, which no
-reader accepts.
+The header is written last: until then the file starts with a length of zero, which no reader accepts.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class ShardWriter:
         metadata: Mapping[str, str],
         journal: Callable[[WrittenFile, dict[str, Any]], None],
     ) -> None:
-        """Create the file at its full size."""
         self.path, self._folder = folder.path / name, folder
         self._header, self._spans = encode_header(tensors, metadata)
         self._size = len(self._header) + sum(size for _, size in self._spans.values())
@@ -60,7 +57,6 @@ class ShardWriter:
                 raise
 
     def write(self, tensor: str, data: Buffer, start: int = 0) -> None:
-        """Write some bytes of a tensor."""
         view = byte_view(data)
         offset, size = self._spans[tensor]
         if start < 0 or start + len(view) > size:
@@ -135,11 +131,8 @@ class ShardWriter:
 
 
 def _start_write_back(descriptor: int) -> None:
-    """Start moving all that was written to the disk, without waiting, so that the sync at the end finds little left.
-
-    It is a hint: an error shows in the sync, and a descriptor that was closed meanwhile does no harm.
-    """
-    start = _sync_file_range()
+    """Start moving all that was written to the disk, without waiting, so that the sync at the end finds little left."""
+    start = _sync_file_range()  # a hint: an error shows in the sync, a closed descriptor does no harm
     if start is not None:
         start(descriptor, 0, 0, _START_WRITING)
 

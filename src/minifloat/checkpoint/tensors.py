@@ -38,11 +38,7 @@ MAX_SIZE = 2**63 - 1  #: the largest extent and offset, the maximum of a signed 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor and its place in a file.
-
-    Attributes:
-        nbytes: Number of bytes.
-    """
+    """A stored tensor and its place in a file."""
 
     name: str
     dtype: str
@@ -62,12 +58,10 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return dtype_nbytes(self.dtype, self.shape)
 
 
 def dtype_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return the number of bytes of a tensor."""
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
     bits = DTYPES[dtype]

@@ -1,7 +1,6 @@
 """A transactional writer of checkpoints: the output appears whole or not at all, and a killed run can be resumed.
 
-Everything is written to `DESTINATION.minifloat-work`, beside the destination, so that one atomic rename finishes the
-job:
+One atomic rename of `output/` finishes the job:
 
     DESTINATION.minifloat-work/
         lock                    held by the process that is writing
@@ -10,14 +9,8 @@ job:
         pending/                config.json, index and other small files, which move to output/ at the very end
         replaced/               the previous destination, during the instant of an overwrite
 
-The work folder is this user's alone, and is reached through its descriptor (`own_folder.py`): a link, a FIFO or a file
-of somebody else in it is refused.
-
-No loader accepts shards without a config.json, and `Checkpoint.open` refuses these folders while the journal exists.
-A run resumes the work of an earlier run if both have the same fingerprint, into which the caller puts everything that
-determines the result. Finished shards are read again, and one that does not hold what was written is written anew.
-
-Not supported: several processes that share the work, and file systems without `flock` or atomic renames.
+A run resumes an earlier one of the same fingerprint, and writes again what does not hold what was written. Not
+supported: several processes that share the work, and file systems without `flock` or atomic renames.
 """
 
 from __future__ import annotations
@@ -52,11 +45,7 @@ _OURS = frozenset((_OUTPUT, _PENDING, _REPLACED))
 
 
 class CheckpointWriter:
-    """Writes a checkpoint as one transaction. A context manager; an exit without `commit` keeps the work folder.
-
-    Attributes:
-        restarted_because: Why the work of an earlier run was discarded; None if there was none or it is resumed.
-    """
+    """Writes a checkpoint as one transaction. A context manager; an exit without `commit` keeps the work folder."""
 
     def __init__(
         self,
@@ -105,10 +94,7 @@ class CheckpointWriter:
         return self._work.damaged
 
     def close(self) -> None:
-        """Stop writing and release the lock. Finished shards stay in the work folder, so that a run can resume.
-
-        An error of the operating system is not raised: all that counts is on the disk already, or is written again.
-        """
+        """Stop writing and release the lock. Finished shards stay in the work folder, so that a run can resume."""
         with self._mutex:
             shards, self._open_shards = self._open_shards, {}
             output, self._output = self._output, None
@@ -125,7 +111,6 @@ class CheckpointWriter:
         self._folder.close()
 
     def shard(self, file_name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> ShardWriter:
-        """Start a shard."""
         if not is_safe_name(file_name) or not file_name.endswith(SHARD_SUFFIX) or file_name in self.finished:
             raise AssertionError(f"{file_name!r} is not the name of a shard that is still to be written")
 
@@ -154,7 +139,6 @@ class CheckpointWriter:
         self.restarted_because = because
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a small file and sync it to the disk."""
         parts = PurePosixPath(name).parts
         if not parts or not all(map(is_safe_name, parts)) or name.endswith(SHARD_SUFFIX):
             raise AssertionError(f"{name!r} is not the relative name of a small file")

@@ -1,9 +1,4 @@
-"""Error statistics of a cast.
-
-The plain-torch reference (`numerics.scale`) and the native kernel fill this record and the report reads it, so this
-module imports neither torch nor numpy. The record holds sums, not ratios, so that records of the parts of a tensor, or
-of the tensors of a model, can be added. Per-block and per-channel errors are not kept.
-"""
+"""Error statistics of a cast as sums, so that those of several tensors can be added; no torch, no numpy."""
 
 from __future__ import annotations
 
@@ -13,21 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CastStats:
-    """Error of a cast as sums over elements; ``CastStats()`` is the zero of the sum.
-
-    Attributes:
-        elements: Number of elements.
-        signal: Sum of ``w**2``.
-        noise: Sum of ``(w - dequantized)**2``.
-        saturated: Number of elements that were clamped to the largest value by more than a rounding error.
-        flushed: Number of elements that were not zero and became zero.
-    """
+    """Error of a cast as sums over elements; ``CastStats()`` is the zero of the sum."""
 
     elements: int = 0
-    signal: float = 0.0
-    noise: float = 0.0
-    saturated: int = 0
-    flushed: int = 0
+    signal: float = 0.0  #: sum of ``w**2``
+    noise: float = 0.0  #: sum of ``(w - dequantized)**2``
+    saturated: int = 0  #: clamped to the largest value by more than a rounding error
+    flushed: int = 0  #: not zero, and zero afterwards
 
     @property
     def sqnr_db(self) -> float:
@@ -40,7 +27,6 @@ class CastStats:
 
     @property
     def saturated_fraction(self) -> float:
-        """Fraction of the elements that saturated, 0..1; 0 for an empty tensor."""
         return self.saturated / max(self.elements, 1)
 
     @property

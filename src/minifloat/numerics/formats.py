@@ -1,11 +1,6 @@
-"""The number formats, each declared once.
+"""The number formats, each declared once by field widths, bias and all-ones exponent; all else is derived. No torch.
 
-A float format is declared by its field widths, its bias and the meaning of its all-ones exponent. This module derives
-every other fact (largest value, smallest subnormal, the value of each code), so that no other module spells out 448 or
-6. It is plain Python without torch; `numerics.cast.torch_dtype` maps records to torch dtypes.
-
-Source: OCP 8-bit Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX)
-Specification 1.0, sections 5.3 and 5.4, for E2M1 and E8M0.
+Source: OCP 8-bit Floating Point Specification (OFP8) 1.0 (E4M3, E5M2); OCP Microscaling Formats (MX) 1.0 (E2M1, E8M0).
 """
 
 from __future__ import annotations
@@ -29,23 +24,14 @@ class Special(enum.Enum):
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A floating-point format of at most 32 bits.
-
-    Attributes:
-        name: Standard name, for example ``"E4M3"``.
-        exponent_bits: Width of the exponent field.
-        mantissa_bits: Width of the mantissa field.
-        bias: Exponent bias.
-        special: Meaning of the all-ones exponent.
-        signed: Whether the top bit is a sign. The unsigned format (E8M0) has neither zero nor subnormals.
-    """
+    """A floating-point format of at most 32 bits."""
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    special: Special
-    signed: bool = True
+    special: Special  #: meaning of the all-ones exponent
+    signed: bool = True  #: the unsigned format (E8M0) has neither zero nor subnormals
 
     def __reduce__(self) -> tuple[Callable[[str], ElementFormat], tuple[str]]:
         """Make copies and pickles return the declared record, because the package compares formats by identity."""
@@ -53,20 +39,14 @@ class ElementFormat:
 
     @property
     def bits(self) -> int:
-        """Width of one code in bits."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
     @property
     def bytes_per_element(self) -> float:
-        """Storage per element in bytes (0.5 for E2M1)."""
         return self.bits / 8
 
     def decode(self, code: int) -> float:
-        """Return the value of one code.
-
-        Args:
-            code: ``0 <= code < 2**bits``.
-        """
+        """Return the value of one code."""
         if not 0 <= code < 1 << self.bits:
             raise ValueError(f"{self.name} codes are 0..{(1 << self.bits) - 1}, got {code}")
         mantissa = code & ((1 << self.mantissa_bits) - 1)
@@ -91,7 +71,6 @@ class ElementFormat:
 
     @cached_property
     def max_code(self) -> int:
-        """The code of the largest finite value."""
         all_ones = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         if self.special is Special.NONE:
             return all_ones
@@ -101,7 +80,6 @@ class ElementFormat:
 
     @cached_property
     def max(self) -> float:
-        """The largest finite value."""
         return self.decode(self.max_code)
 
     @property
@@ -121,12 +99,10 @@ class ElementFormat:
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive normal value."""
         return math.ldexp(1.0, self.emin)
 
     @property
     def nan_code(self) -> int | None:
-        """A code of NaN, or None if the format has no NaN."""
         if self.special is Special.NONE:
             return None
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
@@ -134,19 +110,10 @@ class ElementFormat:
 
 @dataclass(frozen=True)
 class IntegerFormat(ElementFormat):
-    """Integers in offset binary: the value of a code is the code less `bias`.
-
-    They occur in checkpoints that are read only (packs of INT4 and INT8). `mantissa_bits` is the width of a code.
-
-    Source: compressed-tensors 0.20, `pack_to_int32`.
-    """
+    """Integers in offset binary (packs of INT4 and INT8, read only): the value of a code is the code less `bias`."""
 
     def decode(self, code: int) -> float:
-        """Return the value of one code.
-
-        Args:
-            code: ``0 <= code < 2**bits``.
-        """
+        """Return the value of one code."""
         if not 0 <= code < 1 << self.bits:
             raise ValueError(f"{self.name} codes are 0..{(1 << self.bits) - 1}, got {code}")
         return float(code - self.bias)
@@ -168,5 +135,4 @@ FORMATS: dict[str, ElementFormat] = {
 
 
 def get_format(name: str) -> ElementFormat:
-    """Return the format `name`."""
     return lookup("format", name, FORMATS)

@@ -1,8 +1,6 @@
-"""Granularities: the blocks of elements that share one scale.
+"""Granularities: the blocks of rows x columns of a matrix that share one scale; None is the whole extent.
 
-A granularity is the block of rows x columns of a weight ``[N, K]`` (or of activations ``[M, K]``) that one scale
-covers; None means the whole extent. In memory a scale grid always has two dimensions, ``[ceil(N / rows),
-ceil(K / cols)]``; the layouts reshape it to the shape that a server expects on disk.
+In memory a scale grid always has two dimensions, ``[ceil(N / rows), ceil(K / cols)]``.
 """
 
 from __future__ import annotations
@@ -12,13 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Granularity:
-    """The block of elements that shares one scale.
-
-    Attributes:
-        name: Standard name.
-        rows: Rows of a block, None for all rows.
-        cols: Columns of a block, None for all columns.
-    """
+    """The block of elements that shares one scale; None: all rows, or all columns."""
 
     name: str
     rows: int | None

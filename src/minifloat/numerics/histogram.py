@@ -1,8 +1,4 @@
-"""Histograms of magnitudes: the bins, and the numpy reference that every implementation must equal.
-
-The bin of a value is its exponent and the first three bits of its mantissa. A bin spans an eighth of an octave, and
-counts are exact and the same on every device, for BF16, FP16 and FP32.
-"""
+"""Histograms of magnitudes: bins of an eighth of an octave, and the numpy reference that others must equal."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ FINITE_BINS = BINS - BINS_PER_OCTAVE
 
 
 def bin_edges() -> npt.NDArray[np.float64]:
-    """Return the borders of the bins, float64 ``[BINS + 1]``.
-
-    Bin i holds the magnitudes in ``[edges[i], edges[i + 1])``. Bin 0 holds zeros and the subnormals below ``edges[1]``,
-    which count as zeros.
-    """
+    """Return the borders of the bins, float64 ``[BINS + 1]``; bin 0 holds zeros and values below ``edges[1]``."""
     index = np.arange(BINS + 1)
     exponent, mantissa = index >> MANTISSA_BITS, index & (BINS_PER_OCTAVE - 1)
     significand = mantissa + np.where(exponent > 0, BINS_PER_OCTAVE, 0)
@@ -39,22 +31,14 @@ def bin_edges() -> npt.NDArray[np.float64]:
 
 
 def octaves(counts: Counts) -> list[tuple[float, float]]:
-    """Return the smallest magnitude of each octave of finite normal numbers, and its share of all that was counted.
-
-    Args:
-        counts: A histogram that counted something, int64 ``[BINS]``; later bins may be missing.
-    """
+    """Return the smallest magnitude of each octave of finite normal numbers, and its share of all that was counted."""
     edges, total = bin_edges(), int(counts.sum())
     starts = range(BINS_PER_OCTAVE, FINITE_BINS, BINS_PER_OCTAVE)
     return [(float(edges[start]), int(counts[start : start + BINS_PER_OCTAVE].sum()) / total) for start in starts]
 
 
 def count_magnitudes(values: Floats) -> Counts:
-    """Return the histogram of ``|values|``, int64 ``[BINS]``; the reference of every other implementation.
-
-    Args:
-        values: float32 of any shape.
-    """
+    """Return the histogram of ``|values|``, int64 ``[BINS]``; the reference of every other implementation."""
     bits = np.ascontiguousarray(values).view(np.uint32).ravel()
     magnitude = bits & ((1 << (FLOAT32.bits - 1)) - 1)
     return np.bincount(magnitude >> (FLOAT32.mantissa_bits - MANTISSA_BITS), minlength=BINS).astype(np.int64)

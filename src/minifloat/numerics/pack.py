@@ -1,8 +1,4 @@
-"""Packing of two 4-bit codes per byte, in the order that servers read.
-
-The element with the even index goes into the LOW nibble, the odd one into the HIGH nibble, as in compressed-tensors,
-ModelOpt, Quark and gpt-oss. GGUF interleaves differently and is not covered.
-"""
+"""Two 4-bit codes per byte, the even element in the low nibble, as in compressed-tensors, ModelOpt and gpt-oss."""
 
 from __future__ import annotations
 
@@ -15,14 +11,7 @@ _LOW_NIBBLE = (1 << E2M1.bits) - 1
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack pairs of neighbouring codes into bytes.
-
-    Args:
-        codes: uint8 ``[..., K]``, values 0..15, `K` even.
-
-    Returns:
-        uint8 ``[..., K / 2]``; byte j is ``codes[2 j] | codes[2 j + 1] << 4``.
-    """
+    """Pack codes ``[..., K]``, 0 to 15, into bytes ``[..., K / 2]``."""
     _check_bytes(codes)
     if codes.shape[-1] % 2:
         raise ValueError(f"two codes share a byte: the last dimension must be even, got {tuple(codes.shape)}")
@@ -32,14 +21,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Undo `pack_nibbles`.
-
-    Args:
-        packed: uint8 ``[..., K / 2]``.
-
-    Returns:
-        uint8 codes ``[..., K]``, values 0..15.
-    """
+    """Undo `pack_nibbles`."""
     _check_bytes(packed)
     return torch.stack((packed & _LOW_NIBBLE, packed >> E2M1.bits), dim=-1).flatten(-2)
 

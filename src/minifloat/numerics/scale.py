@@ -1,9 +1,6 @@
-"""Scales of a weight by the rule of its scheme, what they multiply to, and the error of the cast; plain torch.
+"""Scales of a weight by the rule of its scheme, and the error of the cast; kernels equal them bit for bit.
 
-Every fast kernel must equal these functions bit for bit. `numerics.scale_rules` and `numerics.scale_search` compute the
-scales. Weights are expected to be finite, because callers refuse tensors with NaN or Inf. With such input the functions
-do not raise, unless their docstring says otherwise, and their results are unspecified. The layouts define how scales
-are stored; calibration chooses activation scales.
+Callers refuse NaN and Inf before; with them the results are unspecified.
 """
 
 from __future__ import annotations
@@ -21,18 +18,9 @@ from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 
 def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return the scales of a weight as its scheme stores them.
+    """Return the scale grid as stored (float32 values, or codes), and NVFP4's divisor or None.
 
-    Args:
-        w: ``[N, K]``, float32, bfloat16 or float16.
-        spec: Storage format of the weight.
-        tensor_amax: amax of the whole tensor, for specs that need one (per-tensor scales, NVFP4's divisor); by default
-            that of `w`. For tensors that share a scale (q/k/v, gate/up) the maximum over all of them, for a slab of
-            rows that of the whole tensor. Other specs ignore it.
-
-    Returns:
-        The scale grid (float32 values for FLOAT32 scales, uint8 codes for E8M0 and E4M3), and NVFP4's divisor (float32
-        scalar) or None.
+    `tensor_amax` is that of all tensors that share a scale (q/k/v), or of the whole tensor if `w` is a slab of it.
     """
     if spec.scale is E8M0 and spec.rule is ScaleRule.SEARCH:
         return search_e8m0_scales(w, spec.granularity, spec.element), None
@@ -53,18 +41,7 @@ def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None
 
 
 def effective_scale(scale: Tensor, spec: WeightSpec, divisor: Tensor | None = None) -> Tensor:
-    """Return the float32 scales that dequantize, ``w = decode(codes) * expand(effective_scale)``.
-
-    Quantizing divides by the same scales, ``codes = encode(w.float() / expand(effective_scale))``.
-
-    Args:
-        scale: The grid as `choose_scales` returns it.
-        spec: Storage format of the weight.
-        divisor: NVFP4's float32 scalar; the decoded block scale divided by it is rounded to float32.
-
-    Returns:
-        float32 of the shape of `scale`; powers of two for E8M0 (code 0 is 2**-127, a float32 subnormal).
-    """
+    """Return the float32 scales that dequantize, ``w = decode(codes) * expand(effective_scale)``."""
     if spec.has_global_scale != (divisor is not None):
         raise ValueError(f"{spec.scale.name} scales {'need a' if divisor is None else 'take no'} divisor")
     if spec.scale is FLOAT32:
@@ -74,26 +51,13 @@ def effective_scale(scale: Tensor, spec: WeightSpec, divisor: Tensor | None = No
 
 
 def cast_stats(w: Tensor, codes: Tensor, scale: Tensor, spec: WeightSpec) -> CastStats:
-    """Return the error statistics of the cast of one weight.
-
-    An element is saturated if ``|w / s|`` exceeds the largest value by more than half the step there, so that rounding
-    alone would have exceeded the range of the format. An element is flushed if it is not zero and its code decodes to
-    zero. Sums are computed in float64, over the dequantized float32 ``decode(codes) * s``.
-
-    Args:
-        w: ``[N, K]``, the weight before the cast.
-        codes: uint8 ``[N, K]``, one code per byte.
-        scale: float32 grid of `effective_scale`.
-        spec: Storage format of the weight.
-
-    Returns:
-        The statistics; statistics of several tensors are added with ``+``.
-    """
+    """Return the error of the cast of a weight ``[N, K]``, by its codes and the grid of `effective_scale`."""
     element = spec.element
     w = w.to(torch.float32)
     shape = (w.shape[0], w.shape[1])
     full = expand(scale, spec.granularity, shape)
     values = decode(codes, element)
+    # rounding alone would have exceeded the range
     limit = element.max + 2.0 ** (element.emax - element.mantissa_bits - 1)
     return CastStats(
         elements=w.numel(),

@@ -1,12 +1,7 @@
-"""Plain-torch reference of the scales that follow from the amax of a block.
+"""Plain-torch reference of the scales that follow from the amax of a block; kernels must equal it bit for bit.
 
-Every fast kernel must equal it bit for bit. Every operation is one IEEE float32 operation, or integer arithmetic on its
-bits, in a stated order, so that vector code can repeat it exactly: no log2, no fused multiply-add, no sum of unstated
-order. A scale grid has two dimensions, as `Granularity` describes; blocks at the right and bottom edge may be partial.
-All scales multiply to dequantize, except the global float32 divisor of NVFP4, which divides, as in compressed-tensors
-checkpoints.
-
-`numerics.scale_search` improves scales with the elements of a block; `numerics.scale` chooses by the rule of a scheme.
+Every operation is one IEEE float32 operation, or integer arithmetic on its bits, in a stated order: no log2, no fused
+multiply-add. Scales multiply to dequantize, except NVFP4's global divisor.
 """
 
 from __future__ import annotations
@@ -23,29 +18,12 @@ _MANTISSA_MASK = (1 << FLOAT32.mantissa_bits) - 1
 
 
 def amax(w: Tensor, granularity: Granularity) -> Tensor:
-    """Return the largest magnitude in every block.
-
-    Args:
-        w: ``[N, K]``, float32, bfloat16 or float16.
-        granularity: The blocks.
-
-    Returns:
-        float32 ``granularity.scale_shape((N, K))``, exact; NaN for a block that holds NaN.
-    """
+    """Return the largest magnitude in every block, exact float32; NaN for a block that holds NaN."""
     return blocks_of(w, granularity).abs().amax(dim=(1, 3)).to(torch.float32)
 
 
 def expand(grid: Tensor, granularity: Granularity, shape: tuple[int, int]) -> Tensor:
-    """Repeat the scale of each block over its elements.
-
-    Args:
-        grid: One value per block, any dtype.
-        granularity: The blocks.
-        shape: ``(N, K)`` of the matrix.
-
-    Returns:
-        ``[N, K]`` in the dtype of `grid`.
-    """
+    """Repeat the scale of each block over its elements: ``[N, K]`` in the dtype of `grid`."""
     expected = granularity.scale_shape(shape)
     if tuple(grid.shape) != expected:
         raise ValueError(f"{granularity} scales of {shape} have the shape {expected}, got {tuple(grid.shape)}")
@@ -65,22 +43,10 @@ def blocks_of(w: Tensor, granularity: Granularity) -> Tensor:
 
 
 def global_divisor(tensor_amax: Tensor) -> Tensor:
-    """Return the float32 by which NVFP4 divides the block scales of a tensor: a power of two.
-
-    It is the largest power of two that is at most ``E4M3.max * E2M1.max / amax``. The largest block scale is therefore
-    in the upper half of E4M3's range, and the reciprocal, which some layouts store, is exact. The quotient is computed
-    as the float32 reciprocal of amax times the constant (two roundings), as compressed-tensors computes its divisor.
-
-    Args:
-        tensor_amax: float32, one element; amax of the tensor, or of all tensors that share the divisor.
-
-    Returns:
-        float32 scalar (no dimensions); 1.0 if the quotient is not finite (amax zero, below 8e-36, or NaN).
-
-    Source: compressed-tensors 0.20, `generate_gparam`.
-    """
+    """Return NVFP4's divisor, the largest power of two up to ``E4M3.max * E2M1.max / amax``; 1.0 if not finite."""
     if tensor_amax.numel() != 1:
         raise ValueError(f"the divisor needs the amax of one tensor, got the shape {tuple(tensor_amax.shape)}")
+    # reciprocal times constant (two roundings), as compressed-tensors' `generate_gparam`
     clamped = tensor_amax.reshape(()).to(torch.float32).clamp(min=FLOAT32.min_normal)
     quotient = clamped.reciprocal() * (E4M3.max * E2M1.max)
     power = torch.ldexp(torch.tensor(0.5, device=quotient.device), torch.frexp(quotient).exponent)
@@ -88,56 +54,25 @@ def global_divisor(tensor_amax: Tensor) -> Tensor:
 
 
 def float_scales(amax_grid: Tensor, element: ElementFormat) -> Tensor:
-    """Return float32 scales, ``amax / element.max`` rounded to nearest.
-
-    Args:
-        amax_grid: float32, any shape, >= 0.
-        element: Format of the elements.
-
-    Returns:
-        float32, never zero and never subnormal. A block of zeros gets the machine epsilon 2**-23, as in
-        compressed-tensors. Any other block gets at least the smallest normal float32, because a server that flushes
-        subnormals would otherwise divide or multiply by zero.
-    """
+    """Return float32 scales, ``amax / element.max`` rounded to nearest, never zero and never subnormal."""
+    # zeros get 2**-23, as in compressed-tensors; a server may flush subnormal scales and divide by zero
     scale = (amax_grid / _constant(element.max, amax_grid)).clamp(min=FLOAT32.min_normal)
     return torch.where(amax_grid == 0, _epsilon(FLOAT32), scale)
 
 
 def nvfp4_scales(amax_grid: Tensor, divisor: Tensor) -> Tensor:
-    """Return the block scales of NVFP4, ``divisor * (amax / E2M1.max)`` rounded to E4M3.
-
-    Args:
-        amax_grid: float32, any shape, >= 0.
-        divisor: float32 scalar of `global_divisor`.
-
-    Returns:
-        uint8 E4M3 codes, none of them of zero. A block of zeros gets E4M3's machine epsilon 0.125, as in
-        compressed-tensors. A block whose scale would round to zero gets the smallest subnormal; compressed-tensors
-        writes 0.125 there, which flushes the block to zero.
-    """
+    """Return the block scales of NVFP4 as E4M3 codes, ``divisor * (amax / E2M1.max)``, none of them zero."""
     codes = encode(divisor * (amax_grid / _constant(E2M1.max, amax_grid)), E4M3)
-    codes = codes.clamp(min=1)
+    codes = codes.clamp(min=1)  # compressed-tensors writes 0.125, which flushes the block to zero
     return torch.where(amax_grid == 0, encode(_constant(_epsilon(E4M3), amax_grid), E4M3), codes)
 
 
 def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
-    """Return power-of-two scales, computed by exponent arithmetic on the bits of float32.
+    """Return power-of-two scales by exponent arithmetic on the bits of float32, as E8M0 codes.
 
-    Let field(x) be the exponent field of a float32, so field(x) - 127 = floor(log2 x) for normal x; E8M0 has the same
-    bias. FLOOR is ``field(amax) - emax``. EVEN adds half of the element's last mantissa bit to the bits of amax first,
-    so that a mantissa of at least ``2 - 2**-(mantissa_bits + 1)`` counts for the next power of two. RCEIL is
-    ``field(r)``, plus one when the mantissa of r is not zero, with ``r = amax / element.max`` rounded to float32.
-
-    A subnormal has field 0. For FLOOR and EVEN the result clamps to code 0, as with the exact exponent. RCEIL gives
-    code 1 for a subnormal r, even below 2**-127 where code 0 would suffice; neither code clips a value.
-
-    Args:
-        amax_grid: float32, any shape, >= 0.
-        element: Format of the elements.
-        rule: FLOOR, EVEN or RCEIL.
-
-    Returns:
-        uint8 E8M0 codes, clamped to 0..254; 0 for a block of zeros.
+    With field(x) the exponent field of a float32, FLOOR is ``field(amax) - emax``. EVEN adds half of the element's last
+    mantissa bit to the bits of amax first. RCEIL is ``field(r)``, plus one when the mantissa of r is not zero, with
+    ``r = amax / element.max`` rounded to float32.
 
     Source: OCP MX 1.0, section 6.3 (FLOOR); Quark and torchao (EVEN); NVIDIA's MXFP8 recipe (RCEIL).
     """
@@ -166,9 +101,6 @@ def _epsilon(fmt: ElementFormat) -> float:
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """Return a float32 scalar on the device of `like`.
-
-    Dividing by a Python number would multiply by its reciprocal on CUDA. The scalar is created on the device, without a
-    copy from the host, so that the calculation can be captured in a CUDA graph.
-    """
+    """Return a float32 scalar on the device of `like`."""
+    # CUDA divides by a Python number by its reciprocal; a copy from the host could not be captured in a graph
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -1,8 +1,4 @@
-"""Schemes: the formats of a quantized model's weights, activations and KV cache.
-
-All schemes are rows of the table `SCHEMES`; there is no registry and no configuration file. To add a scheme, add a row
-(CONTRIBUTING.md, "Add a scheme", lists the other places to change).
-"""
+"""Schemes: the formats of a quantized model's weights, activations and KV cache, as rows of `SCHEMES`."""
 
 from __future__ import annotations
 
@@ -26,14 +22,7 @@ class ScaleRule(enum.Enum):
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Storage format of a weight matrix.
-
-    Attributes:
-        element: Format of the elements.
-        granularity: Block of elements that share a scale.
-        scale: Format of the scales: FLOAT32, E8M0 (MX) or E4M3 (NVFP4, with one more float32 scale per tensor).
-        rule: Rule by which scales are computed.
-    """
+    """Storage format of a weight matrix."""
 
     element: ElementFormat
     granularity: Granularity
@@ -63,14 +52,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Format in which a server quantizes the input of a linear.
-
-    Attributes:
-        element: Format of the elements.
-        granularity: Block of elements that share a scale.
-        dynamic: True if scales are computed at run time, False if they are static, from calibration.
-        scale: Format of the scales: FLOAT32, E8M0 (MX) or E4M3 (NVFP4, under one static float32 scale per input).
-    """
+    """Format in which a server quantizes the input of a linear."""
 
     element: ElementFormat
     granularity: Granularity
@@ -98,12 +80,7 @@ class ActivationSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Format of a quantized KV cache.
-
-    Attributes:
-        element: Format of the elements.
-        granularity: Block of elements that share a scale: TENSOR (per layer) in every layout that servers read today.
-    """
+    """Format of a quantized KV cache."""
 
     element: ElementFormat
     granularity: Granularity
@@ -201,7 +178,6 @@ DEFAULT_SCHEME = "fp8-block"
 
 
 def get_scheme(name: str) -> Scheme:
-    """Return the scheme `name`."""
     return lookup("scheme", name, SCHEMES)
 
 
@@ -211,10 +187,7 @@ def weight_only(scheme: Scheme) -> Scheme:
 
 
 def without_static_scales(scheme: Scheme) -> Scheme:
-    """Return the scheme for weights whose inputs no calibration text reaches.
-
-    E4M3 weights get inputs that are rounded at run time (fp8-dynamic), all others inputs in 16 bits.
-    """
+    """Return the scheme for weights whose inputs no calibration text reaches."""
     if scheme.activation is None or not scheme.activation.needs_calibration:
         return scheme
     if scheme.weight.element is E4M3:

@@ -1,9 +1,4 @@
-"""A quantized weight in memory, independent of the checkpoint layout.
-
-The codes stay as the checkpoint stores them (E2M1 two to a byte); scales are a two-dimensional grid.
-`minifloat.model.layouts` translates the differences between servers' layouts (names, shapes of scalars, global scales
-that divide or multiply), so that kernels and tests handle one form only.
-"""
+"""A quantized weight in memory, independent of the layout: codes as stored, scales as a two-dimensional grid."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The quantizer that transformers calls while it loads a checkpoint.
 
-transformers builds the model, calls the quantizer, fills all parameters that are left, and calls the quantizer again.
-Here the first call takes the parameters out of the model that the checkpoint has quantized. The second loads the
-checkpoint by `minifloat.model.runtime.load`, which knows every layout and family, and puts its quantized modules into
-their places. All other parameters are filled by transformers itself.
+It is called before and after transformers fills the parameters: first it takes the quantized ones out of the model,
+then it loads the checkpoint by `minifloat.model.runtime.load` and puts the quantized modules into their places.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ class UnreadableError(Exception):
 
 
 class MinifloatQuantizer(HfQuantizer):
-    """Keeps quantized weights, or leaves the model to the quantizer that it stands for.
-
-    `register` makes a subclass of this class and of transformers' quantizer for every layout.
-    """
+    """Keeps quantized weights, or leaves the model to the quantizer that it stands for."""
 
     #: Whether inputs stay as they are where the checkpoint declares that they are quantized.
     weight_only = False
@@ -157,12 +152,10 @@ class MinifloatQuantizer(HfQuantizer):
         return own | stored, {}
 
     def is_serializable(self) -> bool:
-        """Return whether the model can be saved."""
         return True if self._ours else bool(self._theirs.is_serializable())
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the weights can be trained."""
         return False if self._ours else bool(self._theirs.is_trainable)
 
 

@@ -32,15 +32,11 @@ _OK = 200  #: status of a server that ignores the range and sends the whole file
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Names of the files of a model, and a folder that holds its config.
-
-    Attributes:
-        remote: The model of the hub whose shards are not in the folder; None for a local folder.
-    """
+    """Names of the files of a model, and a folder that holds its config."""
 
     root: Path
     names: tuple[str, ...]
-    remote: HubModel | None = None
+    remote: HubModel | None = None  #: whose shards are not in the folder
 
     def open(self) -> Checkpoint:
         """Read and check config, index and headers, but no weights."""
@@ -139,18 +135,13 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True)
 class HubModel:
-    """The current files of a model of the hub, or its copy in the cache if the hub does not answer.
-
-    Attributes:
-        sizes: Sizes of its files in bytes, by name; None if the hub did not answer.
-    """
+    """The current files of a model of the hub, or its copy in the cache if the hub does not answer."""
 
     origin: Origin
-    sizes: Mapping[str, int] | None
+    sizes: Mapping[str, int] | None  #: None if the hub did not answer
 
     @classmethod
     def of(cls, origin: Origin) -> HubModel:
-        """Request the list of files from the hub."""
         from huggingface_hub import HfApi, constants, errors
 
         api = HfApi(library_name="minifloat")

@@ -84,11 +84,7 @@ _SNAPSHOTS, _PREFIX, _SLASH = "snapshots", "models--", "--"
 
 
 class Origin(NamedTuple):
-    """A model of the hub.
-
-    Attributes:
-        revision: A branch, tag or commit; None for the default branch.
-    """
+    """A model of the hub."""
 
     repo_id: str
     revision: str | None

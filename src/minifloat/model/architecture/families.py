@@ -1,11 +1,7 @@
 """The table of families: one row states everything that minifloat knows about the models of a family.
 
-To add a family, add a row; each test of tests/model/architecture/test_families.py then covers it. For the native
-decoders add a `NativeType` to the row, with the function of `decoder/families/` that returns its layer or its decoder;
-tests/engine/test_native_families.py then needs a small config of it.
-
-Models with a vision or audio tower mostly keep the names of their first checkpoints on disk, which transformers renames
-as it loads: their rows have no `renames`, so that its tables decide.
+To add a family, add a row, which tests/model/architecture/test_families.py then covers. For the native decoders add a
+`NativeType` with the function of `decoder/families/`; tests/engine/test_native_families.py needs a small config of it.
 """
 
 from __future__ import annotations
@@ -462,17 +458,12 @@ def unknown_family_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the description of a model.
-
-    The row of the config's own ``model_type`` decides. A multimodal model without a row takes the row of its
-    ``text_config``, except for the names of modules, which the outer model changes. Any other model gets the general
-    rules under the name of its ``model_type``.
-    """
+    """Return the description of a model."""
     row = _BY_TYPE.get(str(config.get("model_type")))
     if row is not None:
         return row
     nested = config.get("text_config")
     row = _BY_TYPE.get(str(nested.get("model_type"))) if isinstance(nested, dict) else None
     if row is not None:
-        return replace(row, renames=None)
+        return replace(row, renames=None)  # the outer model changes the names of modules
     return replace(GENERAL, name=str(config.get("model_type", GENERAL.name)))

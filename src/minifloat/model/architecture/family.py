@@ -1,9 +1,4 @@
-"""`Family`: everything that minifloat knows about one family of models, as one row.
-
-A family is the set of models whose config has one of its `model_types`. What the rows do not state follows from the
-general rules, which are the defaults of the fields; a model of an unknown family works by these alone. The rows are in
-`families`, whose `family_of` finds the row of a config.
-"""
+"""`Family`: all that minifloat knows about one family of models; the defaults of the fields are the general rules."""
 
 from __future__ import annotations
 
@@ -54,15 +49,11 @@ class SingleExpert(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedTensor:
-    """A tensor on disk that holds a linear, or two, of every expert of a layer.
-
-    Attributes:
-        transposed: Whether the tensor is ``[E, K, N]`` (as ``x @ w``) and not ``[E, N, K]``.
-    """
+    """A tensor on disk that holds a linear, or two, of every expert of a layer."""
 
     name: str
     linears: tuple[str, ...]
-    transposed: bool = False
+    transposed: bool = False  #: ``[E, K, N]`` (as ``x @ w``), not ``[E, N, K]``
     both_exist: bool = False
     interleaved: bool = False
     reads_hidden: bool = True
@@ -100,18 +91,10 @@ Rope = Literal["", "partial", "by layer type"]
 
 @dataclass(frozen=True)
 class ShortConfig:
-    """A config.json that leaves out fields, which is read without transformers.
+    """A config.json that leaves out fields, which is read without transformers."""
 
-    Attributes:
-        required: Fields that it has beyond those of every type, with spaces between.
-        defaults: Fields that it may leave out beyond those of every type, and transformers' defaults.
-        windows: Whether it states one sliding window for all layers, may state that no layer has one, or has no such
-            field.
-        no_window: Value of `sliding_window` without one.
-    """
-
-    required: str = ""
-    defaults: tuple[tuple[str, Any], ...] = ()
+    required: str = ""  #: fields beyond those of every type, with spaces between
+    defaults: tuple[tuple[str, Any], ...] = ()  #: of fields that it may leave out
     theta: float = 10_000.0
     windows: Literal["none", "stated", "unused", "layers"] = "unused"
     no_window: int | None = None
@@ -119,36 +102,22 @@ class ShortConfig:
 
 @dataclass(frozen=True)
 class NativeType:
-    """A ``model_type`` of a text model that minifloat's decoders run.
-
-    Attributes:
-        architecture: Its class in transformers.
-        layer: The function in `decoder.families` that returns a layer, ``module.function``, where nothing else of the
-            decoder is special.
-        stated: Fields that the layout obeys and that a config.json has to state to be read without transformers, with
-            spaces between; empty: transformers reads it, unless it is `short`.
-        also: Further fields that the layout obeys.
-        renamed: Fields that the layout obeys under another name.
-        decoder: The function that returns the whole decoder where more than its layers is special.
-        w1_w2_w3: Whether the linears of its MLPs are named so.
-        newer: Fields that files before transformers 5.10 lack, and their defaults.
-    """
+    """A ``model_type`` of a text model that minifloat's decoders run."""
 
     model_type: str
     architecture: str
-    layer: str = ""
-    stated: str = ""
-    also: str = ""
+    layer: str = ""  #: ``module.function`` of `decoder.families` that returns a layer
+    stated: str = ""  #: fields of the layout that config.json must state to be read without transformers
+    also: str = ""  #: further fields that the layout obeys
     rope: Rope = ""
     renamed: tuple[tuple[str, str], ...] = ()
-    newer: tuple[tuple[str, Any], ...] = ()
+    newer: tuple[tuple[str, Any], ...] = ()  #: fields that files before transformers 5.10 lack, and their defaults
     short: ShortConfig | None = None
-    decoder: str = ""
+    decoder: str = ""  #: the function that returns the whole decoder where more than its layers is special
     w1_w2_w3: bool = False
 
     @property
     def fields(self) -> set[str]:
-        """All fields that the layout obeys."""
         return {*self.stated.split(), *self.also.split(), *(name for name, _ in self.newer)}
 
 
@@ -162,34 +131,26 @@ class OuterType(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models.
-
-    Attributes:
-        stored_fused: Whether released checkpoints hold fused experts, the only form that transformers loads
-            unquantized. None: the tables of the installed transformers decide.
-        renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
-            result is the module's name in transformers. None: the tables of the installed transformers decide.
-        conv1d: Whether the matrices are Conv1D weights ``[in, out]``.
-    """
+    """One family of models."""
 
     name: str
     types: tuple[str | NativeType | OuterType, ...]
     roles: tuple[tuple[str, Role], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fused_experts: tuple[FusedTensor, ...] = GATE_UP_DOWN
-    stored_fused: bool | None = None
+    stored_fused: bool | None = None  #: released files hold fused experts; None: transformers' tables decide
     transformers_splits: bool = False
     servers_read_single: bool = True
+    #: Regular expressions and replacements from names in the checkpoint to transformers'; None: its tables decide.
     renames: tuple[tuple[str, str], ...] | None = None
     heads: tuple[str, ...] = ("lm_head",)
     folds: frozenset[FoldKind] = frozenset()
     states_expert_dtype: bool = False
-    conv1d: bool = False
+    conv1d: bool = False  #: matrices are ``[in, out]``
     known: bool = True
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """The values of ``model_type`` of its models."""
         return tuple(entry if isinstance(entry, str) else entry.model_type for entry in self.types)
 
     def own_role(self, name: str) -> Role | None:
@@ -197,7 +158,6 @@ class Family:
         return next((role for pattern, role in self.roles if re.search(pattern, name)), None)
 
     def fused_tensor(self, name: str) -> FusedTensor | None:
-        """Return the description of a tensor of fused experts; None for the name of any other tensor."""
         return next((tensor for tensor in self.fused_experts if tensor.pattern.match(name)), None)
 
     def single_expert(self, module: str) -> SingleExpert | None:

@@ -1,16 +1,8 @@
 """The places of a decoder layer where scales of input channels can move into the tensor before a linear.
 
-A linear ``y = W x`` gives the same output with the columns of W multiplied by s and x divided by s. Where x is the
-output of a norm, of v_proj through the attention, or of up_proj through a gated MLP, the division costs nothing: it
-changes the norm's weight or the rows of v_proj or up_proj. If s is a power of two, every product and every sum in
-BF16 or float32 keeps its value, and the model's logits keep their bits.
-
-`fold_sites` lists these places by the tensors' names. It is strict: the row of the model's family must have `folds`,
-for which the tests compare logits bit for bit, and every tensor of the layer must have a known name, so that no reader
-of a scaled input is missed. `minifloat.quantize.rounding.folding` chooses and applies the scales.
-
-Left out: norms that multiply by ``1 + w`` (Gemma), because ``(1 + w) / s - 1`` is not exact in BF16; norms after the
-attention or MLP (OLMo 2), whose output goes to the residual stream; and multi-head latent attention (DeepSeek).
+``y = W x`` stays the same with the columns of W multiplied by s and x divided by s. Where x comes from a norm, v_proj
+or up_proj, the division changes their weights and costs nothing; with powers of two the logits keep their bits. Left
+out: norms that multiply by ``1 + w`` (not exact in BF16), norms of results (OLMo 2), latent attention (DeepSeek).
 
 Source: AWQ (arXiv 2306.00978), section 3.2; SmoothQuant (arXiv 2211.10438), section 4.
 """
@@ -30,30 +22,20 @@ from minifloat.model.architecture.roles import is_dense_float, text_config
 
 @dataclass(frozen=True)
 class FoldPart:
-    """A tensor of the checkpoint, or a part of it.
-
-    Attributes:
-        expert: Index of the matrix in a tensor ``[E, N, K]`` of fused experts; None for the whole tensor.
-        rows: First row and end of the rows; None for all rows.
-    """
+    """A tensor of the checkpoint, or a part of it."""
 
     tensor: str
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
+    expert: int | None = None  #: index in ``[E, N, K]``
+    rows: tuple[int, int] | None = None  #: first and end
 
 
 @dataclass(frozen=True)
 class FoldSite:
-    """A place where scales of input channels can be folded.
-
-    Attributes:
-        readers: Weights ``[N, K]`` whose columns are multiplied: every reader of the scaled tensor, also those that
-            are not quantized, such as routers.
-    """
+    """A place where scales of input channels can be folded."""
 
     kind: FoldKind
     producers: tuple[FoldPart, ...]
-    readers: tuple[FoldPart, ...]
+    readers: tuple[FoldPart, ...]  #: every reader of the scaled tensor, also those that are not quantized
     channels: int
     head_dim: int
     sharing: int = 1
@@ -122,13 +104,11 @@ def fold_sites(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: Map
 
 
 def _layer(prefix: str, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors of a layer by their names below it."""
     start = f"{prefix.removesuffix('.')}."
     return {name[len(start) :]: info for name, info in tensors.items() if name.startswith(start)}
 
 
 def _norm_site(layer: Mapping[str, TensorInfo], norm: str, readers: re.Pattern[str]) -> FoldSite | None:
-    """Return the site of a norm and its readers; None if the norm has no weight."""
     weight = layer.get(f"{norm}.weight")
     found = [info for name, info in layer.items() if readers.fullmatch(name)]
     if weight is None or not found or any(info.shape[-1:] != weight.shape for info in found):
@@ -177,10 +157,7 @@ def _up_sites(layer: Mapping[str, TensorInfo]) -> Iterator[FoldSite]:
 def _up_projection(
     layer: Mapping[str, TensorInfo], output: str, width: int
 ) -> tuple[str, tuple[int, int] | None] | None:
-    """Return the tensor and the rows of up_proj before a down_proj; None for an MLP without a gate.
-
-    Gate and up are the first and the second half of the rows of a fused ``gate_up_proj``.
-    """
+    """Return the tensor and the rows of up_proj before a down_proj; None for an MLP without a gate."""
     for down, up, fused in (("w2", "w3", False), ("down_proj", "up_proj", False), ("down_proj", "gate_up_proj", True)):
         name = re.sub(rf"\.{down}(?=\.weight$|$)", f".{up}", output)
         if name == output or name not in layer or len(layer[name].shape) != len(layer[output].shape):
@@ -193,7 +170,6 @@ def _up_projection(
 def _with_bias(
     layer: Mapping[str, TensorInfo], name: str, expert: int | None = None, rows: tuple[int, int] | None = None
 ) -> tuple[FoldPart, ...]:
-    """Return the part of a weight, and the same rows of its bias if it has one."""
     bias = layer.get(f"{name.removesuffix('.weight')}.bias")
     parts = (FoldPart(layer[name].name, expert, rows),)
     return parts if bias is None else (*parts, FoldPart(bias.name, None, rows))

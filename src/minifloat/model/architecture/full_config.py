@@ -1,8 +1,4 @@
-"""`full_config`: a config.json with the defaults of transformers' class for its model type.
-
-A config.json may leave out every field that equals the default of its class, as those of Gemma 3 do. transformers is
-imported when the function is called. Code that comes with a checkpoint is never run.
-"""
+"""`full_config`: a config.json with the defaults of transformers' class; code of a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -36,7 +32,6 @@ _TAGGED_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": f
 
 
 def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
-    """Return transformers' config of the unquantized model."""
     import transformers
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -58,16 +53,12 @@ def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the number of tokens that the language model of a config can attend to; None if it states no limit.
-
-    XLNet, whose positions are relative, states -1.
-    """
+    """Return the number of tokens that the language model of a config can attend to; None if it states no limit."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def is_in_transformers(values: Mapping[str, Any]) -> bool:
-    """Return whether the installed transformers has the model type of a config.json."""
     from transformers import CONFIG_MAPPING
 
     return _model_type(values) in CONFIG_MAPPING
@@ -95,10 +86,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a config with its tagged numbers as floats and without `_DROPPED_KEYS`, at any depth.
-
-    Source: transformers 5.23, `PreTrainedConfig._decode_special_floats`.
-    """
+    """Return a config with its tagged numbers as floats and without `_DROPPED_KEYS`, at any depth."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, Mapping):
@@ -109,10 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def merges_single_experts(model_types: Iterable[str]) -> bool:
-    """Return whether transformers stacks single experts of a checkpoint for one of these values of ``model_type``.
-
-    False also where transformers does not know the model type, or has no tables (before 5).
-    """
+    """Return whether transformers stacks single experts of a checkpoint for one of these values of ``model_type``."""
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import MergeModulelist

@@ -29,7 +29,6 @@ _UNUSED = (
 
 
 def text_of(config: Any) -> TextModel:
-    """Return the text model of a config."""
     around = OUTER.get(config.model_type)
     if around is None:
         return TextModel(config)
@@ -37,7 +36,6 @@ def text_of(config: Any) -> TextModel:
 
 
 def text_type(model_type: str, stated: str = "") -> str:
-    """Return the ``model_type`` of the text model of a config.json."""
     around = OUTER.get(model_type)
     return model_type if around is None else stated or around.text
 

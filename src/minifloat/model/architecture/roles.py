@@ -1,9 +1,7 @@
 """What a tensor is, by its name and shape: its role, the linears that servers fuse with it, its layer.
 
-The streaming quantizer never builds the model, so it decides roles by names, which are the same in every server for the
-weights of linears. The rule is conservative: by default only matrices named ``.weight`` inside a numbered decoder
-layer, and fused experts, are quantized; embeddings, lm_head, norms, routers and vision or audio towers are kept. The
-report shows every decision, so that a user can see and override a wrong one.
+The rule is conservative: by default only matrices named ``.weight`` in a numbered decoder layer, and fused experts, are
+quantized.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ _DENSE_FLOATS = ("BF16", "F16", "F32")
 
 
 def role_of(info: TensorInfo, family: Family = GENERAL) -> Role:
-    """Return the role of a tensor of an unquantized checkpoint."""
     name, dimensions = info.name, len(info.shape)
     if dimensions < 2:
         return Role.VECTOR
@@ -87,11 +84,7 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules
 
 
 def is_mtp(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a tensor or module belongs to a layer of multi-token prediction (MTP), which drafts tokens.
-
-    A checkpoint holds these layers beside the decoder: as layers after its last one (DeepSeek-V3, GLM-4.5), or under a
-    name of their own (Qwen3-Next, MiMo, ERNIE). transformers builds none of them, so no text runs through them.
-    """
+    """Return whether a tensor or module belongs to a layer of multi-token prediction (MTP)."""
     if _NAMED.search(name):
         return True
     layers = text_config(config).get("num_hidden_layers")
@@ -106,7 +99,6 @@ def mtp_layers(config: Mapping[str, Any]) -> int:
 
 
 def decoder_layer(name: str) -> int | None:
-    """Return the index of the decoder layer that a tensor belongs to; None for all other tensors."""
     match = _DECODER_LAYER.match(name)
     return None if match is None else int(match["index"])
 
@@ -129,27 +121,18 @@ _EXPERT = re.compile(r"^(?P<parent>.*\.experts)(\.\d+)?\.\w+$")
 
 
 def fused_group(module: str, family: Family = GENERAL) -> str:
-    """Return the name of the group of linears that a server fuses; the module's own name if it is not fused.
-
-    Modules of one group share one scheme and, for schemes with one scale per tensor, one scale.
-    """
+    """Return the name of the group of linears that a server fuses; the module's own name if it is not fused."""
     parent, _, leaf = module.rpartition(".")
     group = next((group for group, leaves in family.fused if leaf in leaves), _GROUP_OF_LEAF.get(leaf))
     return module if group is None else f"{parent}.{group}"
 
 
 def expert_group(module: str) -> str | None:
-    """Return the name of the expert block of a module, None for other modules.
-
-    Servers run all experts of a block with one kernel, so they must share one scheme.
-    """
+    """Return the name of the expert block of a module, None for other modules."""
     match = _EXPERT.match(module)
     return match["parent"] if match else None
 
 
 def serving_group(module: str, family: Family = GENERAL) -> str:
-    """Return the name of the group of modules that servers run as one and that must share a scheme.
-
-    It is the block of a routed expert, else the group of fused linears, else the module itself.
-    """
+    """Return the name of the group of modules that servers run as one and that must share a scheme."""
     return expert_group(module) or fused_group(module, family)

@@ -1,15 +1,7 @@
 """Layouts: names, dtypes and shapes of the tensors of quantized weights, and the config, for each server family.
 
-    compressed_tensors.py   vLLM, SGLang, transformers; every scheme; written and read
-    int_pack.py             its packs of INT4 and INT8, with and without zero points: read
-    fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor,
-                            DeepSeek-V4 with MXFP4 experts: read)
-    gpt_oss.py              `quant_method: mxfp4` (the fused experts of gpt-oss): written and read
-    modelopt.py             NVIDIA ModelOpt's unified export: written and read
-    reading.py, values.py   the bytes of a stored weight, decoded a few rows at a time
-
-`describe` reads config and headers of a checkpoint of any layout. `WRITERS` holds the layouts that `quantize` writes,
-`TARGETS` those that `convert` writes.
+`describe` reads config and headers of a checkpoint of any layout, `reading` its bytes. `WRITERS` holds the layouts that
+`quantize` writes, `TARGETS` those that `convert` writes.
 """
 
 from __future__ import annotations
@@ -57,12 +49,10 @@ _WEIGHTS = (".weight", ".weight_packed")
 
 
 def get_writer(name: str) -> WriteLayout:
-    """Return the layout `name` of `WRITERS`."""
     return lookup("layout", name, WRITERS)
 
 
 def choose_writer(name: str | None, config: Mapping[str, Any], scheme: Scheme) -> WriteLayout:
-    """Return the layout that `quantize` writes."""
     if name is not None:
         return get_writer(name)
     is_gpt_oss = text_config(config).get("model_type") == gpt_oss.MODEL_TYPE
@@ -70,11 +60,7 @@ def choose_writer(name: str | None, config: Mapping[str, Any], scheme: Scheme) -
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """Describe the quantized weights of a checkpoint from its config and headers.
-
-    A checkpoint without a quantization_config is described as not quantized. The sizes in the config are compared with
-    the tensors first.
-    """
+    """Describe the quantized weights of a checkpoint from its config and headers."""
     refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
     config = checkpoint.quantization_config
     if config is None:

@@ -1,9 +1,6 @@
-"""The compressed-tensors layout, which vLLM, SGLang and transformers read for every scheme.
+"""The compressed-tensors layout, which vLLM, SGLang and transformers read; packs of integers are read only.
 
-Floats are written and read; packs of integers (`int_pack.py`) are read only.
-
-Source: compressed-tensors 0.20, `QuantizationConfig` and the compressors of each format; llm-compressor 0.14 for the
-content of its checkpoints (bf16 scales, recorded observers, "dynamic": "local").
+Source: compressed-tensors 0.20, `QuantizationConfig`; checkpoints of llm-compressor 0.14.
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ class CompressedTensorsWriter(WriteLayout):
     name: str = NAME
 
     def check(self, scheme: Scheme) -> None:
-        """Accept every scheme of floats."""
         if isinstance(scheme.weight.element, IntegerFormat):
             raise UsageError(
                 f"packs of {scheme.weight.element.name} are read, not written: use minifloat convert --dequantize, or "
@@ -99,12 +95,7 @@ class CompressedTensorsWriter(WriteLayout):
         kv: KVSpec | None = None,
         names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
-        """Return a config with one group per scheme.
-
-        Several groups list their modules by name, so that the groups do not overlap. A single group targets the class
-        Linear, and a head by its name, because vLLM's `ParallelLMHead` is not a Linear. Experts that all have one
-        scheme are targeted by one pattern, by which transformers (5.23) finds their group.
-        """
+        """Return a config with one group per scheme."""
         schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
         heads = [module for module in modules if module.rpartition(".")[2] == _HEAD]
         experts = {scheme for module, scheme in modules.items() if _EXPERT.search(module)}
@@ -167,7 +158,6 @@ def _activation_args(spec: ActivationSpec | None) -> dict[str, Any] | None:
 
 
 def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool) -> dict[str, Any]:
-    """Return the `QuantizationArgs` of a symmetric float format."""
     args: dict[str, Any] = {"num_bits": element.bits, "type": "float", "symmetric": True, "dynamic": dynamic}
     simple = {TENSOR: "tensor", CHANNEL: "channel", TOKEN: "token"}
     in_rows = granularity.rows == 1
@@ -182,7 +172,6 @@ def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool)
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a compressed-tensors checkpoint of any tool."""
     config_path = checkpoint.path / "config.json"
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
@@ -260,7 +249,6 @@ def _group_of(module: str, groups: Mapping[str, Any], config_path: Any) -> dict[
 
 
 def _parse_args(args: Any, config_path: Any) -> tuple[ElementFormat, Granularity]:
-    """Return element and granularity of a `QuantizationArgs`."""
     if not isinstance(args, dict) or (args.get("type"), args.get("num_bits")) not in _ELEMENTS:
         raise ConfigError(
             config_path, f"expected floats or integers of 4 or 8 bits in quantization_config, found {args!r}"

@@ -1,8 +1,6 @@
 """`refuse_contradictions`: an error for a config.json whose sizes contradict the tensors beside it.
 
-A wrong number of layers would be quantized in silence and fail in the engine, hours later, and a million of them would
-be built before the first is missed. So `describe` compares before anything is built. Compared are the sizes that every
-family means alike; a size that the config does not tell is not compared.
+A wrong number of layers would be quantized in silence, and a million of them built before the first is missed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`DecodedCheckpoint`: a quantized checkpoint read as the plain one that its codes and scales stand for.
 
-Its tensors have the names and shapes of the plain model. A quantized weight is float32 there, with the exact values
-of the source; its rows are decoded as they are read, so that no copy of the weights in 16 bits exists. Scales are not
-among the tensors. All that takes a plain `Checkpoint` takes this one: planning, quantizing, calibrated rounding.
+A quantized weight is float32 there, decoded row by row as it is read; whatever takes a plain `Checkpoint` takes it.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ class DecodedCheckpoint(Checkpoint):
 
     @property
     def readable(self) -> bool:
-        """Whether tensors can be read."""
         return self.stored.readable
 
     @property
@@ -69,7 +66,6 @@ class DecodedCheckpoint(Checkpoint):
         return tuple(info for name, info in self.stored.tensors.items() if name not in kept)
 
     def close(self) -> None:
-        """Close the stored checkpoint."""
         self.stored.close()
 
     def stored_bytes(self, info: TensorInfo) -> int:
@@ -101,7 +97,6 @@ class DecodedCheckpoint(Checkpoint):
             done += count
 
     def _matrix_bytes(self, weight: StoredWeight, start: int, count: int) -> Bytes:
-        """Return some bytes of one decoded matrix, as the plain tensor stores it."""
         rows, cols = weight.shape
         if weight.expert is not None:  # the plain tensor is transposed
             matrix = np.ascontiguousarray(read_rows(self.stored, weight, 0, rows).T)
@@ -125,15 +120,11 @@ class DecodedCheckpoint(Checkpoint):
                     yield chunk
 
     def shard_path(self, shard: str) -> Any:
-        """Return the path of a shard."""
         return self.stored.shard_path(shard)
 
 
 def plain_tensor(weights: list[StoredWeight], dtype: str) -> OutputTensor:
-    """Return the tensor that a plain checkpoint has for one quantized weight, or for the fused weights of all experts.
-
-    Fused experts (gpt-oss) are ``[E, K, N]`` in the plain checkpoint, the transpose of their codes.
-    """
+    """Return the plain tensor of a weight, or of the fused experts of gpt-oss: ``[E, K, N]``."""
     first = weights[0]
     if first.expert is None:
         return OutputTensor(f"{first.module}.weight", dtype, first.shape)
@@ -141,7 +132,6 @@ def plain_tensor(weights: list[StoredWeight], dtype: str) -> OutputTensor:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the plain model."""
     plain = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
     nested = plain.get("text_config")
     if isinstance(nested, dict):
@@ -150,7 +140,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def language_configs(config: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the config and, in a multimodal model, its `text_config`."""
     yield config
     if isinstance(config.get("text_config"), dict):
         yield config["text_config"]
@@ -174,19 +163,15 @@ _EXPERT_DTYPE, _FP8 = "expert_dtype", "fp8"
 def quantized_model_config(
     source: Mapping[str, Any], layout: WriteLayout, quantization: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config of a quantized model.
-
-    DeepSeek-V4 states the format of its experts beside the `quantization_config`. vLLM takes them for MXFP4, and scales
-    of linears for E8M0, where the key is missing (0.32.0, models/deepseek_v4/quant_config.py).
-    """
+    """Return the config of a quantized model."""
     config = without_quantization(source)
+    # without the key vLLM takes experts for MXFP4 (0.32.0, models/deepseek_v4/quant_config.py)
     if layout.name == fp8.NAME and family_of(source).states_expert_dtype:
         config[_EXPERT_DTYPE] = _FP8
     return config | {"quantization_config": dict(quantization)}
 
 
 def plain_view(checkpoint: Checkpoint) -> DecodedCheckpoint:
-    """Return the plain checkpoint that a quantized one stands for."""
     description = describe(checkpoint)
     if not description.weights:
         raise UsageError(f"{checkpoint.path} is not quantized: leave --from-quantized out")

@@ -177,7 +177,6 @@ def _reach(counts: npt.NDArray[np.int64]) -> str:
 
 
 def _quantile(counts: npt.NDArray[np.int64], fraction: float) -> float:
-    """Return the start of the bin at a fraction of the counts."""
     total = counts.cumsum()
     return float(bin_edges()[int(np.searchsorted(total, max(fraction * total[-1], 1)))])
 

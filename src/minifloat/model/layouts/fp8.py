@@ -1,14 +1,9 @@
-"""`quant_method: fp8`: DeepSeek's 128x128 blocks, vLLM's per-tensor form, and SGLang's `mxfp8`.
+"""`quant_method: fp8`: DeepSeek's 128x128 blocks and SGLang's `mxfp8`, written and read; others read only.
 
-DeepSeek's block form and SGLang's MXFP8 are written and read; vLLM's per-tensor form and DeepSeek-V4 are read only.
-"weight_scale_inv" multiplies to dequantize, despite its name. In both written forms, servers quantize inputs at run
-time in groups as wide as a block of the weight.
+"weight_scale_inv" multiplies to dequantize, despite its name. vLLM's form per tensor is read, and DeepSeek-V4, which
+names its scales ``scale``, stores them as E8M0, and has experts in MXFP4: int8 ``[N, K / 2]``, scales ``[N, K / 32]``.
 
-DeepSeek-V4 names its scales ``scale`` and stores them as E8M0. Its experts (``expert_dtype: "fp4"``) are MXFP4: int8
-``[N, K / 2]``, low nibble first, with scales ``[N, K / 32]``. Other tables may have FP8 codes with the same scales.
-
-Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM's fp8 quantization config; for
-DeepSeek-V4 the conversion scripts beside its weights, and vLLM's `DeepseekV4FP8Config`.
+Source: DeepSeek's weight documentation; transformers' finegrained_fp8; vLLM's fp8 and `DeepseekV4FP8Config`.
 """
 
 from __future__ import annotations
@@ -81,7 +76,6 @@ class Fp8Writer(WriteLayout):
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
-        """Return ``weight`` and ``weight_scale_inv``."""
         rows, cols = spec.granularity.block(shape)
         if shape[0] % rows or shape[1] % cols:
             raise ShapeError(

@@ -1,13 +1,9 @@
-"""`quant_method: mxfp4`, the layout of gpt-oss: fused experts in MXFP4, everything else in BF16.
+"""`quant_method: mxfp4`, the layout of gpt-oss alone: fused experts in MXFP4, everything else in BF16.
 
-``<experts>.gate_up_proj_blocks`` is uint8 ``[E, out, in / 32, 16]`` and ``..._scales`` is uint8 ``[E, out, in / 32]``.
-The blocks of a row are contiguous, so the bytes of an expert are its packed codes ``[out, in / 2]``. Rows of gate and
-up are interleaved, as in the plain model, and this module leaves them so. Biases stay ``<experts>.gate_up_proj_bias``.
+``<experts>.gate_up_proj_blocks`` is uint8 ``[E, out, in / 32, 16]``, ``..._scales`` uint8 ``[E, out, in / 32]``. Rows
+of gate and up stay interleaved as in the plain model. vLLM runs any other model in this layout unquantized.
 
-The layout is that of gpt-oss alone: its readers take all experts from it and nothing else, and vLLM runs any other
-model in this layout unquantized.
-
-Source: openai/gpt-oss model card and checkpoints; transformers' mxfp4 integration; vLLM, `GptOssModel.load_weights`.
+Source: openai/gpt-oss checkpoints; transformers' mxfp4 integration; vLLM, `GptOssModel.load_weights`.
 """
 
 from __future__ import annotations
@@ -46,14 +42,12 @@ class GptOssWriter(WriteLayout):
         return is_mxfp4 and scheme.activation is None
 
     def check(self, scheme: Scheme) -> None:
-        """Check that the scheme is MXFP4 with inputs in 16 bits."""
         if not self.holds(scheme):
             raise UsageError(f"layout {self.name!r} holds mxfp4 only, not {scheme.name!r}: use --scheme mxfp4")
 
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
-        """Return ``<module>_blocks`` and ``<module>_scales`` of all experts."""
         if experts is None:
             raise UsageError(
                 f"{module}: layout {self.name!r} holds fused experts only; leave it in 16 bits: remove the override"
@@ -72,7 +66,6 @@ class GptOssWriter(WriteLayout):
         kv: KVSpec | None = None,
         names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
-        """Return the config of the official checkpoints."""
         self.refuse_kv(kv)
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_CONVERTED)}
 

@@ -1,8 +1,4 @@
-"""`inspect`: a summary of the tensors of a checkpoint from its config and headers.
-
-It supports every layout that `minifloat.model.layouts` reads, written by any tool. No weights are read, so that
-inspecting a 70B model takes only the time to read its headers.
-"""
+"""`inspect`: a summary of the tensors of a checkpoint from its config and headers; no weights are read."""
 
 from __future__ import annotations
 
@@ -26,11 +22,7 @@ from minifloat.report.text import size_text
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A row of the summary: one quantized weight or one other tensor.
-
-    Attributes:
-        nbytes: Number of bytes, including scales.
-    """
+    """A row of the summary: one quantized weight or one other tensor."""
 
     name: str
     kind: str

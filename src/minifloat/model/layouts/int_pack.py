@@ -1,9 +1,7 @@
 """Packs of INT4 and INT8, the `pack-quantized` format of compressed-tensors (also Kimi K2); read only.
 
-``weight_packed`` is int32 ``[N, ceil(K * bits / 32)]``: the first element of a row is in the lowest bits, so that the
-bytes of a row are its codes in order, two to a byte for INT4, and then padding. ``weight_shape`` holds N and K.
-``weight_scale`` is ``[N, K / group]`` or ``[N, 1]``. Asymmetric weights have ``weight_zero_point``, packed in the same
-way along the rows: int32 ``[ceil(N * bits / 32), K / group]``.
+``weight_packed`` is int32 ``[N, ceil(K * bits / 32)]``, the first element of a row in the lowest bits; ``weight_shape``
+holds N and K. ``weight_zero_point`` is packed alike along the rows: int32 ``[ceil(N * bits / 32), K / group]``.
 
 Source: compressed-tensors 0.20, `compressors/pack_quantized`.
 """
@@ -63,7 +61,6 @@ def pack_shape(
 def zero_point_name(
     checkpoint: Checkpoint, module: str, element: ElementFormat, granularity: Granularity, symmetric: bool
 ) -> str | None:
-    """Return the name of the zero points of a pack; None for symmetric weights."""
     name = f"{module}.weight_zero_point"
     info = checkpoint.tensors.get(name)
     if symmetric == (info is not None):

@@ -1,7 +1,4 @@
-"""Magnitudes of the weights of a checkpoint and of their scales, by format, from a sample of rows of every weight.
-
-`inspect --plot` draws them. Codes are decoded as `layouts.reading` does, slab by slab, without torch.
-"""
+"""Magnitudes of weights and scales by format, from a sample of rows of every weight; `inspect --plot` draws them."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ _MATRIX = 2
 
 @dataclass
 class Magnitudes:
-    """The sampled weights of one format.
-
-    Attributes:
-        histogram: Counts of the magnitudes of the decoded elements, int64 ``[BINS]`` of `numerics.histogram`.
-    """
+    """The sampled weights of one format."""
 
     weights: int = 0
     elements: int = 0

@@ -1,11 +1,8 @@
 """NVIDIA ModelOpt's unified Hugging Face export: FP8, NVFP4, MXFP8 and mixtures of them.
 
-The config names one algorithm for the whole model, but a mixed export differs by layer. Each weight is therefore
-described from its own tensors: the dtype of the codes, the dtype and size of the scale, and `weight_scale_2` (NVFP4),
-which multiplies to dequantize. An E2M1 weight is uint8 ``[N, K / 2]`` under the name ``weight``.
+A mixed export differs by layer, so each weight is described from its own tensors. `weight_scale_2` (NVFP4) multiplies.
 
-Source: ModelOpt 0.47, `export/quant_utils.py`, `export/convert_hf_config.py` and a written `hf_quant_config.json`; vLLM
-0.32, `quantization/modelopt.py`, for the keys that servers read.
+Source: ModelOpt 0.47, `export/quant_utils.py` and `export/convert_hf_config.py`; vLLM 0.32, `quantization/modelopt.py`.
 """
 
 from __future__ import annotations
@@ -105,7 +102,6 @@ class ModelOptWriter(WriteLayout):
         )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Return ``input_scale``, a float32 scalar."""
         return OutputTensor(f"{module}.input_scale", "F32", ())
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
@@ -122,10 +118,7 @@ class ModelOptWriter(WriteLayout):
         kv: KVSpec | None = None,
         names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
-        """Return the config that ModelOpt 0.47 writes into config.json, with `config_groups` where ModelOpt has them.
-
-        `names` are left out: transformers does not read this layout.
-        """
+        """Return config.json's part, as ModelOpt 0.47 writes it; transformers, and so `names`, does not read it."""
         algorithms = {module: _algorithm(scheme) for module, scheme in modules.items()}
         _refuse_substrings(kept, modules)
         algorithm_names = sorted(set(algorithms.values()))
@@ -170,7 +163,6 @@ WRITER = ModelOptWriter()
 
 
 def _algorithm(scheme: Scheme) -> str:
-    """Return the `quant_algo` of a scheme."""
     weights, inputs = _formats(scheme.weight), scheme.activation
     for name, (weight, activation) in ALGORITHMS.items():
         if _formats(weight) == weights and activation == inputs:
@@ -208,7 +200,6 @@ def _holds(scheme: Scheme, weight: WeightSpec, activation: ActivationSpec | None
 
 
 def _group_size(algorithm: str) -> dict[str, int]:
-    """Return ``group_size`` of an algorithm with groups of columns, else nothing."""
     granularity = ALGORITHMS[algorithm][0].granularity
     return {"group_size": granularity.cols} if granularity.rows == 1 and granularity.cols else {}
 
@@ -224,7 +215,6 @@ def _group(algorithm: str) -> dict[str, Any]:
 
 
 def _layers(algorithms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return `quantized_layers` of a mixture."""
     return {module: {"quant_algo": name} | _group_size(name) for module, name in algorithms.items()}
 
 

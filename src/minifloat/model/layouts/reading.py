@@ -1,7 +1,6 @@
 """The bytes of a stored weight: `read_weight` for kernels, `read_rows` decoded a few rows at a time.
 
-Both take codes, scales and zero points through the same functions, which know how each is stored. `read_rows` gives the
-bits of `QuantizedTensor.dequantize` in float32, without torch and without holding the weight.
+`read_rows` gives the bits of `QuantizedTensor.dequantize` in float32, without torch and without holding the weight.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: 
 
 
 def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float32 | None:
-    """Return the global scale of a weight (NVFP4); None if it has none."""
     if stored.global_scale is None:
         return None
     info = checkpoint.tensors[stored.global_scale]
@@ -142,10 +140,7 @@ def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float3
 
 
 def read_zero_points(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> Bytes | None:
-    """Return the zero points of the blocks of some rows as codes of the element's format; None if there are none.
-
-    They are stored as int8 values, or as codes packed into int32 along the rows, the first row in the lowest bits.
-    """
+    """Return the zero points of the blocks of some rows as codes of the element's format; None if there are none."""
     if stored.zero_point is None:
         return None
     info = checkpoint.tensors[stored.zero_point]

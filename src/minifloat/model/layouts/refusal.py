@@ -1,7 +1,6 @@
-"""Refusal of checkpoints whose quantization has parts other than codes and scales.
+"""Refusal of checkpoints whose quantization has parts other than codes and scales: rotations, smoothing, other formats.
 
-Such a part is, for example, a rotation of the inputs, a smoothing scale, or a format that our reader knows only partly.
-Without it, the converted model would compute something else. Each is refused by name.
+Without these parts the converted model would compute something else.
 """
 
 from __future__ import annotations

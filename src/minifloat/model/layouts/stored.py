@@ -1,8 +1,4 @@
-"""The common description of quantized weights in a checkpoint, into which every layout is translated.
-
-A `StoredWeight` names the tensors that together are one quantized weight. It is built from headers and config, so that
-`inspect` can describe a checkpoint of any size without reading a weight; `reading.py` reads its bytes.
-"""
+"""The common description of quantized weights, into which every layout is translated from headers and config alone."""
 
 from __future__ import annotations
 
@@ -37,12 +33,7 @@ _KV_SCALE = re.compile(
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The tensors of one quantized weight ``[N, K]`` in a checkpoint.
-
-    Attributes:
-        activation: Format of the inputs that the checkpoint declares; None for weight-only.
-        expert: Index into the first dimension of `codes` and `scale` if experts are fused (gpt-oss), else None.
-    """
+    """The tensors of one quantized weight ``[N, K]`` in a checkpoint."""
 
     module: str
     spec: WeightSpec
@@ -51,26 +42,20 @@ class StoredWeight:
     scale: str
     global_scale: str | None = None
     global_divides: bool = True
-    activation: ActivationSpec | None = None
+    activation: ActivationSpec | None = None  #: as the checkpoint declares it
     input_scale: str | None = None
-    expert: int | None = None
+    expert: int | None = None  #: index in the first dimension of `codes` and `scale` (gpt-oss)
     zero_point: str | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of all tensors of this weight."""
         names = (self.codes, self.scale, self.global_scale, self.zero_point, self.input_scale)
         return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True)
 class Description:
-    """Description of the quantized weights of a checkpoint.
-
-    Attributes:
-        layout: Name of the layout, None for an unquantized checkpoint.
-        kv: Format of the KV cache; None if the checkpoint does not declare one.
-    """
+    """Description of the quantized weights of a checkpoint."""
 
     layout: str | None
     weights: dict[str, StoredWeight] = field(default_factory=dict)
@@ -84,11 +69,7 @@ class Description:
 
 
 def kv_scale_of(name: str) -> tuple[str, str] | None:
-    """Return the attention module of a KV scale, and ``"k"`` or ``"v"``; None for other tensors.
-
-    The scales are tensors of the attention module (compressed-tensors) or of its projections (ModelOpt); `output_scale`
-    is an older name.
-    """
+    """Return the attention module of a KV scale, and ``"k"`` or ``"v"``; None for other tensors."""
     match = _KV_SCALE.fullmatch(name)
     letter = match and (match["scale"] or match["projection"])
     return (match["attention"], letter) if match and letter else None
@@ -102,11 +83,7 @@ def tensors_with_suffix(checkpoint: Checkpoint, suffix: str) -> Iterator[tuple[s
 
 
 def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity | None) -> Granularity:
-    """Return the granularity that the number of scales fits: the declared block, TENSOR or CHANNEL.
-
-    Where the number fits none of them, this returns the declared block (or TENSOR), and `stored_spec` raises a
-    ShapeError that names the tensor.
-    """
+    """Return the granularity that the number of scales fits: the declared block, TENSOR or CHANNEL."""
     entries = math.prod(scale.shape)
     if block is not None and entries == math.prod(block.scale_shape(shape)):
         return block
@@ -126,7 +103,6 @@ def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:
 def stored_spec(
     shape: tuple[int, int], scale: TensorInfo, element: ElementFormat, granularity: Granularity, experts: int = 1
 ) -> WeightSpec:
-    """Return the spec of a stored weight; the dtype of the scale tensor gives the format of the scales."""
     try:
         scale_format = SCALE_FORMATS[scale.dtype]
     except KeyError:
@@ -146,12 +122,8 @@ def stored_spec(
 def refuse_groups(
     tensor: str, element: ElementFormat, granularity: Granularity, scale: ElementFormat, cols: int | None = None
 ) -> None:
-    """Raise unless groups are those of the format: 32 elements for MX (E8M0 scales), 16 for NVFP4 (E4M3 scales).
-
-    A size near the right one can fit the number of scales, and would multiply elements by the scale of a neighbour.
-    Blocks of several rows with E8M0 scales, which DeepSeek has, are no MX format and of any size.
-    """
-    in_groups = granularity.rows == 1 and granularity.cols is not None
+    """Raise unless groups have the size of the format, as a near one would multiply by a neighbour's scale."""
+    in_groups = granularity.rows == 1 and granularity.cols is not None  # blocks with E8M0 (DeepSeek) are no MX format
     if scale is E4M3:
         name, required = "NVFP4", GROUP_16
     elif scale is E8M0 and (in_groups or element is E2M1):
@@ -173,7 +145,6 @@ def refuse_groups(
 
 
 def global_scale_name(checkpoint: Checkpoint, name: str, spec: WeightSpec) -> str | None:
-    """Return the name of a weight's global scale; None if its format has none."""
     info = checkpoint.tensors.get(name)
     if not spec.has_global_scale:
         if info is not None:
@@ -215,13 +186,9 @@ def by_wildcard(entry: str, module: str) -> bool:
 
 
 def refuse_excluded(config_path: Path, key: str, entries: Any, modules: Iterable[str], covers: Covers) -> None:
-    """Raise if a list of unquantized modules matches a module that is stored as codes with a scale.
+    """Raise if a list of unquantized modules matches one that is stored as codes: servers would use those as weights.
 
-    No server reads such a module correctly: transformers and compressed-tensors use the codes as weights, without
-    their scale, and vLLM has no parameter for the scale.
-
-    Source: vLLM 0.32, `is_layer_skipped`, `should_ignore_layer` and `ModelOptQuantConfigBase.is_layer_excluded`;
-    compressed-tensors 0.20, `match_name`; transformers 5.23, `should_convert_module`.
+    Source: vLLM 0.32, `is_layer_skipped`, `should_ignore_layer`; compressed-tensors 0.20, `match_name`; transformers.
     """
     if entries is None:
         return

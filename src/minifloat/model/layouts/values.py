@@ -1,7 +1,4 @@
-"""Numbers as their bytes: scales widened to float32, elements decoded, float32 rounded to 16 bits; numpy, no torch.
-
-Tables come from `numerics.formats`; the tests compare every function with torch.
-"""
+"""Numbers as their bytes: scales widened to float32, elements decoded, float32 rounded to 16 bits; numpy, no torch."""
 
 from __future__ import annotations
 

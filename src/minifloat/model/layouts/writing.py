@@ -20,10 +20,7 @@ _SCALE_DTYPES: dict[ElementFormat, str] = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8
 
 @dataclass(frozen=True)
 class WeightTensors:
-    """The tensors of one quantized weight.
-
-    Their bytes are those of the fields of `QuantizedTensor`; a layout chooses names, dtypes and shapes.
-    """
+    """The tensors of one quantized weight."""
 
     codes: OutputTensor
     scale: OutputTensor
@@ -31,7 +28,6 @@ class WeightTensors:
 
     @property
     def all(self) -> tuple[OutputTensor, ...]:
-        """All tensors in the order in which they are written."""
         return (self.codes, self.scale) + (() if self.global_scale is None else (self.global_scale,))
 
 
@@ -53,19 +49,12 @@ def with_names(modules: Iterable[str], names: Mapping[str, Sequence[str]]) -> li
 
 
 class WriteLayout(ABC):
-    """A layout that can be written.
-
-    Attributes:
-        name: Name on the command line.
-        global_divides: Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt) to dequantize.
-        only_experts_of: The model type whose fused experts are all that the layout holds; None: linears of any model.
-        cure: What to do where the layout has no place for scales from calibration.
-    """
+    """A layout that can be written."""
 
     name: str
-    global_divides: ClassVar[bool] = True
-    only_experts_of: ClassVar[str | None] = None
-    cure: ClassVar[str] = ""
+    global_divides: ClassVar[bool] = True  #: not multiplies, to dequantize
+    only_experts_of: ClassVar[str | None] = None  #: model type whose fused experts are all that it holds
+    cure: ClassVar[str] = ""  #: where it has no place for scales from calibration
 
     @abstractmethod
     def check(self, scheme: Scheme) -> None:
@@ -75,15 +64,7 @@ class WriteLayout(ABC):
     def weight_tensors(
         self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
     ) -> WeightTensors:
-        """Return names, dtypes and shapes of the tensors of one weight ``[N, K]``.
-
-        Args:
-            module: Name of the linear, or of the fused tensor.
-            spec: How it is quantized.
-            shape: ``(N, K)``.
-            experts: Number of experts that share the tensors; None for a weight of its own, which is all that layouts
-                without `only_experts_of` hold.
-        """
+        """Return the tensors of a weight ``[N, K]``, or of `experts` that share them (`only_experts_of`)."""
 
     @abstractmethod
     def quantization_config(
@@ -93,15 +74,7 @@ class WriteLayout(ABC):
         kv: KVSpec | None = None,
         names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` for config.json.
-
-        Args:
-            modules: Schemes of the quantized modules, by name.
-            kept: Names of the unquantized linears.
-            kv: Format of the KV cache; None if it is not quantized.
-            names: Further names of some of these modules, by which transformers matches them; a layout that
-                transformers reads lists them beside the names in the checkpoint.
-        """
+        """Return the `quantization_config`; `kept`: unquantized linears; `names`: what transformers calls modules."""
 
     def extra_files(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None

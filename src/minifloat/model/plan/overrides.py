@@ -1,8 +1,4 @@
-r"""`Override`: a pattern of module names and their scheme; `override_patterns`: short patterns of chosen names.
-
-Names are those of modules in a checkpoint, ``model.layers.3.self_attn.q_proj``. Most choices are the same few
-projections in some layers, so a pattern lists the layers and the projections: ``layers\\.(0|3)\\.mlp\\.down_proj$``.
-"""
+"""`Override`: a pattern of module names and their scheme; `override_patterns`: short patterns of chosen names."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ KEEP = "bf16"
 
 @dataclass(frozen=True)
 class Override:
-    """A pattern, and the scheme of the modules that it matches.
-
-    Attributes:
-        scheme: The scheme, or None to keep the module in the model's precision.
-    """
+    """A pattern, and the scheme of the modules that it matches."""
 
     pattern: str
     scheme: Scheme | None
@@ -42,7 +34,6 @@ class Override:
         return cls(pattern, lookup("scheme", name, {KEEP: None, **SCHEMES}))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
         return f"{self.pattern}={KEEP if self.scheme is None else self.scheme.name}"
 
 
@@ -78,7 +69,6 @@ class _Layers:
         )
 
     def having(self, tail: str) -> frozenset[int]:
-        """Return the layers with a name that is `tail` or under it."""
         return frozenset(index for index, tails in self.tails.items() if _under(tail, tails))
 
 

@@ -67,13 +67,7 @@ def _suffix_pattern(module: str) -> str:
 def expert_parts(
     checkpoint: ModelHeaders, family: Family, info: TensorInfo, scheme: Scheme, layout: WriteLayout
 ) -> tuple[Part, ...]:
-    """Split fused experts into one linear per expert and projection, the form that servers load quantized.
-
-    The family says which linears a tensor holds. It is ``[E, N, K]`` or ``[E, K, N]``; where files of both kinds exist,
-    the sizes in the config decide.
-
-    In a layout of fused experts (gpt-oss) they stay one weight.
-    """
+    """Split fused experts into one linear per expert and projection, unless the layout holds them fused (gpt-oss)."""
     fused = family.fused_tensor(info.name)
     assert fused is not None
     whole = layout.only_experts_of is not None
@@ -122,10 +116,7 @@ def _whole_part(
 
 
 def _are_transposed(checkpoint: ModelHeaders, family: Family, info: TensorInfo, fused: FusedTensor) -> bool:
-    """Return whether fused experts are stored ``[E, in, out]``.
-
-    At most one of the projections of an expert is square; another one then decides for all.
-    """
+    """Return whether fused experts are ``[E, in, out]``; of a square projection, another one decides."""
     config = text_config(checkpoint.config)
     hidden = config.get("hidden_size")
     key, inner = next(((key, config[key]) for key in _INNER_SIZES if config.get(key)), (_INNER_SIZES[0], None))

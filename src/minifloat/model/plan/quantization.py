@@ -1,7 +1,6 @@
 """`make_plan`: plan the output of `quantize` for every tensor, from headers and config alone.
 
-Every mistake of a user (a pattern that matches nothing, a size that a scheme does not allow, fused layers under
-different schemes) is an error here, within milliseconds.
+Every mistake of a user is an error here, within milliseconds.
 """
 
 from __future__ import annotations
@@ -129,10 +128,7 @@ def _choose_scheme(
 
 
 def _is_of_experts(info: TensorInfo, checkpoint: ModelHeaders) -> bool:
-    """Return whether a tensor that no family describes holds several experts: by its name, or by its first dimension.
-
-    DBRX stacks the rows of all experts in a matrix; JetMoE has experts ``[E, N, K]`` of other names.
-    """
+    """Return whether a tensor that no family describes holds experts, by name or first dimension (DBRX, JetMoE)."""
     if is_matrix(info) or len(info.shape) not in (_MATRIX_DIMENSIONS, _FUSED_DIMENSIONS) or info.name.endswith("bias"):
         return False
     count = next((text_config(checkpoint.config)[key] for key in EXPERTS if text_config(checkpoint.config).get(key)), 0)
@@ -183,19 +179,14 @@ def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str], famil
 
 
 def kept_experts(plan: QuantizationPlan, family: Family) -> tuple[str, ...]:
-    """Return entries for a config's list of exceptions that name the fused experts that are copied.
-
-    vLLM builds the experts of a layer as the config says for its single experts: quantized, if the list does not have
-    them. They are listed by name, which vLLM translates for models with towers, and in compressed-tensors by a pattern
-    too: vLLM gives the experts of some models other names than their checkpoints do.
-    """
+    """Return entries for a config's list of exceptions that name the fused experts that are copied."""
     names: dict[str, None] = {}
     for tensor in plan.tensors:
         fused = family.fused_tensor(tensor.source.name)
         if fused is None or tensor.role is not Role.EXPERTS or tensor.parts:
             continue
         parent = fused.parent(tensor.source.name)
-        if plan.layout.name == compressed_tensors.NAME:
+        if plan.layout.name == compressed_tensors.NAME:  # vLLM renames the experts of some models
             experts = parent + fused.linears[0].partition("{}")[0]
             names[f"re:{re.escape(experts)}.*"] = None
         for expert in range(tensor.source.shape[0]):
@@ -222,7 +213,6 @@ def _check_groups(plan: QuantizationPlan, family: Family) -> None:
 
 
 def _no_match(override: Override, tensors: Sequence[TensorPlan], checkpoint: ModelHeaders) -> str:
-    """Return the message for an override that matches no weight."""
     names = [
         module_name(tensor.source) for tensor in tensors if is_matrix(tensor.source) or tensor.role is Role.EXPERTS
     ]

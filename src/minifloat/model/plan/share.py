@@ -1,8 +1,6 @@
 """`QuantizedShare`: how much of a model's linear weights a plan quantizes, and why the rest keeps its precision.
 
-Counted are the parameters of matrices and of fused experts, without embeddings, lm_head, and vision or audio towers. A
-model of which little is quantized is usually one whose names the general rules do not know, so `require_share` refuses
-it unless the caller asked for it.
+Little is usually quantized of a model whose names the general rules do not know; `require_share` refuses it.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class QuantizedShare:
 
     @classmethod
     def of(cls, plan: QuantizationPlan) -> QuantizedShare:
-        """Count the linear weights of a plan."""
         asked = {str(override) for override in plan.overrides}
         quantized = total = 0
         kept: dict[str, list[TensorPlan]] = {}
@@ -67,7 +64,6 @@ class QuantizedShare:
 
     @property
     def fraction(self) -> float:
-        """The share that is quantized, 0 .. 1."""
         return self.quantized / self.total if self.total else 0.0
 
     @property
@@ -77,11 +73,9 @@ class QuantizedShare:
         return self.quantized / total if total else 0.0
 
     def __str__(self) -> str:
-        """Return one sentence."""
         return f"{_percent(self.fraction)} of the linear weights are quantized"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {
             "quantized": self.quantized,
             "total": self.total,

@@ -1,7 +1,4 @@
-"""`QuantizationPlan` and its rows, one per tensor of a checkpoint.
-
-The plan fixes every name, shape and offset of the output, so that threads may write in any order.
-"""
+"""`QuantizationPlan`: every name, shape and offset of the output, so that threads may write in any order."""
 
 from __future__ import annotations
 
@@ -21,17 +18,12 @@ MTP = "multi-token prediction"
 
 
 def module_name(info: TensorInfo) -> str:
-    """Return the name of the module whose weight a tensor is."""
     return info.name.removesuffix(".weight")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A weight ``[N, K]`` of the output that comes from a source tensor.
-
-    Attributes:
-        transposed: Whether the source stores the matrix as ``[K, rows]``.
-    """
+    """A weight ``[N, K]`` of the output that comes from a source tensor."""
 
     module: str
     scheme: Scheme
@@ -40,7 +32,7 @@ class Part:
     group: str
     matrix: int = 0
     first_row: int = 0
-    transposed: bool = False
+    transposed: bool = False  #: the source stores ``[K, rows]``
     matrices: int = 1
 
 
@@ -54,11 +46,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The output of one source tensor: its parts, or a copy if it has no parts.
-
-    Attributes:
-        dtype: Dtype of the copy of a tensor that the source stores quantized; None: as it is stored.
-    """
+    """The output of one source tensor: its parts, or a copy if it has no parts."""
 
     source: TensorInfo
     role: Role
@@ -66,11 +54,10 @@ class TensorPlan:
     reason: str = ""
     constants: tuple[Constant, ...] = ()
     drafts: bool = False
-    dtype: str | None = None
+    dtype: str | None = None  #: of a copy whose source is quantized
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """The output tensors."""
         constants = tuple(constant.tensor for constant in self.constants)
         if not self.parts:
             return (OutputTensor(self.source.name, self.dtype or self.source.dtype, self.source.shape), *constants)
@@ -79,11 +66,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """The plan of a whole checkpoint.
-
-    Attributes:
-        kv: How the KV cache is quantized; None: it is not quantized.
-    """
+    """The plan of a whole checkpoint."""
 
     scheme: Scheme
     layout: WriteLayout
@@ -94,7 +77,6 @@ class QuantizationPlan:
 
     @property
     def modules(self) -> dict[str, Scheme]:
-        """Quantized module -> its scheme."""
         return {part.module: part.scheme for tensor in self.tensors for part in tensor.parts}
 
     @property
@@ -117,8 +99,6 @@ class QuantizationPlan:
     def with_scales(
         self, inputs: Mapping[str, float], kv: KVSpec | None, kv_scales: Mapping[str, tuple[float, float]]
     ) -> QuantizationPlan:
-        """Return the plan with scales from calibration as constants."""
-
         def constants(tensor: TensorPlan) -> tuple[Constant, ...]:
             scales = [
                 Constant(self.layout.input_scale(part.module, part.scheme.weight), inputs[part.module])

@@ -1,8 +1,4 @@
-"""The empty transformers model of a checkpoint.
-
-No weight is allocated: parameters lie on the meta device, and only the buffers that a model computes for itself
-(rotary frequencies) are real. Code that comes with a checkpoint is never run.
-"""
+"""The empty transformers model of a checkpoint: parameters on the meta device; code of the checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ from minifloat.model.runtime.config import plain_config
 
 
 def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a checkpoint with its parameters on the meta device.
-
-    Its class is the one that config.json names under ``architectures`` where that can generate text, else the one that
-    transformers has for causal language modelling.
-    """
+    """Build the model of a checkpoint with its parameters on the meta device."""
     config = plain_config(checkpoint)
     try:
         with init_empty_weights(include_buffers=False):
@@ -50,7 +42,6 @@ def _named_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTr
 
 
 def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the forward method of a module."""
     former = module.__dict__.get("forward")
     module.forward = forward
 

@@ -1,7 +1,4 @@
-"""The transformers config of a checkpoint, its dtype and its generation config; no modelling code is imported.
-
-Code that comes with a checkpoint is never run. transformers is imported when a function needs it.
-"""
+"""The transformers config of a checkpoint, its dtype and its generation config; its own code is never run."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def generation_values(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def read_generation(checkpoint: Checkpoint) -> SimpleNamespace | str | None:
-    """Return what sampling reads in generation_config.json, None without the file, or why transformers has to read it.
-
-    Fields that the file does not state are None, as in transformers' class.
-    """
+    """Return what sampling reads in generation_config.json, None without it, or why transformers has to read it."""
     values = generation_values(checkpoint)
     if values is None:
         return None
@@ -65,12 +59,10 @@ def read_generation(checkpoint: Checkpoint) -> SimpleNamespace | str | None:
 
 
 def plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return transformers' config of the unquantized model."""
     return full_config(checkpoint.config, checkpoint.path)
 
 
 def config_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the dtype that config.json names, or None if it names none."""
     text_config = checkpoint.config.get("text_config")
     for values in (checkpoint.config, text_config if isinstance(text_config, dict) else {}):
         name = values.get("dtype") or values.get("torch_dtype")

@@ -53,9 +53,7 @@ _PIECE = 256 << 10
 def returned_when_freed() -> Iterator[None]:
     """Within the context, return large pieces to the system when they are freed; afterwards glibc reuses them again.
 
-    Weights are read, packed and freed one after the other. After the first large piece glibc keeps pieces of that size
-    (up to 32 MiB, as most weights) in heaps that only shrink at their ends: a BF16 model of 2.2 GB then held 4.2 GB.
-    Other C libraries have no such settings or need none.
+    glibc keeps freed pieces of up to 32 MiB in heaps: a BF16 model of 2.2 GB, read weight by weight, held 4.2 GB.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):

@@ -1,9 +1,6 @@
-"""Names of modules in transformers, where they differ from the names in a checkpoint.
+"""Names of modules in transformers, where they differ from those in a checkpoint; a config lists both.
 
-transformers and compressed-tensors match the modules of the model that they built; vLLM and SGLang match the names of
-the checkpoint, or those of transformers after a table of their own. A config therefore lists both.
-
-This module imports torch and transformers only for a family whose names are not declared in `architecture`.
+torch and transformers are imported only for a family whose names are not declared in `architecture`.
 """
 
 from __future__ import annotations
@@ -29,10 +26,7 @@ class EngineNames:
 
 
 def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
-    """Return the names in transformers of modules of a checkpoint that are linears.
-
-    The description of the family declares them, or the tables of the installed transformers.
-    """
+    """Return the names in transformers of modules of a checkpoint that are linears."""
     family = family_of(checkpoint.config)
     if family.renames is None:
         return _of_transformers(checkpoint, modules)
@@ -47,7 +41,6 @@ def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
 
 
 def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
-    """Return the names that transformers' tables give."""
     import torch
 
     from minifloat.model.runtime.build import empty_model
@@ -72,10 +65,7 @@ def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNa
 
 
 def stored_fused_as(checkpoint: Checkpoint, family: Family, places: Iterable[SingleExpert]) -> bool | None:
-    """Return whether the tensors of fused experts are transposed, ``[E, K, N]``; None: experts are stored one by one.
-
-    Where the row of the family does not say it, experts are stored fused if transformers makes nothing of single ones.
-    """
+    """Return whether fused experts are transposed, ``[E, K, N]``; None: experts are stored one by one."""
     first = next(iter(places), None)
     if first is None or family.stored_fused is False:
         return None

@@ -1,9 +1,7 @@
 """The quantized experts of a layer, in the place of the one parameter ``[E, ...]`` that transformers makes of them.
 
-The eager forward of transformers' experts reads ``self.gate_up_proj[expert]`` for one expert at a time, so an object
-with `__getitem__` is enough and no forward is rewritten. The source of a class shows whether it does nothing else with
-the parameter. If it only multiplies with the indexed expert, the index returns not a tensor but an operand with a
-multiplication of its own.
+Its eager forward reads ``self.gate_up_proj[expert]``, so an object with `__getitem__` suffices. The source of a class
+shows whether it does nothing else with the parameter.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ class QuantizedExperts(nn.Module):
         return len(self.experts)
 
     def __getitem__(self, index: int | Tensor) -> Tensor | ExpertFactor:
-        """Return the weight ``[N, K]`` (``[K, N]`` if transposed) of one expert.
-
-        The result is an `ExpertFactor`, which can only be multiplied with an input; if the model does more with a
-        weight, it is the dequantized tensor in the model's dtype.
-        """
+        """Return the weight ``[N, K]`` (``[K, N]`` if transposed) of one expert."""
         if isinstance(index, Tensor) and (index.numel() != 1 or index.is_floating_point()):
             raise TypeError(f"experts are taken one at a time; got an index of shape {list(index.shape)}")
         parts = [part for part in self.experts[int(index)].children() if isinstance(part, QuantizedWeight)]
@@ -58,11 +52,9 @@ class QuantizedExperts(nn.Module):
 
 
 class ExpertFactor:
-    """One expert's weight in ``F.linear(x, w)``, or in ``x @ w`` if it is transposed.
+    """One expert's weight in ``F.linear(x, w)``, or in ``x @ w`` if it is transposed; any other use is a TypeError.
 
-    Kernels take the weight together with its input, which is known only when the product is computed. torch calls
-    `__torch_function__` of operands that are not tensors, and here that multiplies by `QuantizedWeight.multiply`. Any
-    other use raises TypeError: a product without the quantization of inputs would be silently wrong.
+    torch calls `__torch_function__` of operands that are not tensors; only there is the input known.
     """
 
     def __init__(self, parts: Sequence[QuantizedWeight], transposed: bool) -> None:
@@ -101,26 +93,17 @@ _MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 def indexes_experts(cls: type[nn.Module], name: str) -> bool:
-    """Return whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``.
-
-    A `QuantizedExperts` cannot replace any other parameter; Llama 4, for example, multiplies with the whole parameter.
-    """
+    """Return whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``."""
     return all(isinstance(use, ast.Subscript) for use, _ in _uses(cls, name)) and bool(_uses(cls, name))
 
 
 def multiplies_experts(cls: type[nn.Module], name: str) -> bool:
-    """Return whether a module class uses ``self.<name>[...]`` only in ``linear(x, ...)`` or ``x @ ...``.
-
-    An `ExpertFactor` supports only these two. Classes that convert the weight first (``.float()``) do more.
-    """
+    """Return whether a module class uses ``self.<name>[...]`` only in ``linear(x, ...)`` or ``x @ ...``."""
     return indexes_experts(cls, name) and all(_is_factor(use, parent) for use, parent in _uses(cls, name))
 
 
 def batches_experts(cls: type[nn.Module], name: str) -> bool:
-    """Return whether a module class uses the whole ``self.<name>`` in ``torch.bmm(x, ...)``, for all experts at once.
-
-    Uses of its shape alone do not count.
-    """
+    """Return whether a module class uses ``self.<name>`` in ``torch.bmm(x, ...)`` alone, for all experts at once."""
     uses = [use for use, _ in _uses(cls, name) if not (isinstance(use, ast.Attribute) and use.attr == "shape")]
     return bool(uses) and all(isinstance(use, ast.Call) and ast.unparse(use.func) == "torch.bmm" for use in uses)
 
@@ -135,10 +118,7 @@ def _is_factor(use: ast.AST, parent: ast.AST) -> bool:
 
 
 def _uses(cls: type[nn.Module], name: str) -> list[tuple[ast.AST, ast.AST]]:
-    """Return, for each ``self.<name>`` that a class reads, the expression around it and the one around that.
-
-    The list is empty if the class does not read the parameter, or if its source is missing.
-    """
+    """Return, for each ``self.<name>`` that a class reads, the expression around it and the one around that."""
     uses = []
     for base in cls.__mro__:
         if base is nn.Module:

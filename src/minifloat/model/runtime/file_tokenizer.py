@@ -1,7 +1,4 @@
-"""`FileTokenizer`: a tokenizer.json run by the library `tokenizers`, with the methods that serving calls.
-
-`minifloat.model.runtime.tokenizer_files` decides which tokenizers these are.
-"""
+"""`FileTokenizer`: a tokenizer.json run by the library `tokenizers`, with the methods that serving calls."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ class FileTokenizer:
         self._special = list(dict.fromkeys([*named.values(), *extra]))
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> Encoding:
-        """Return the tokens of a text."""
         # `encode_batch` lets other threads run, which `encode` does not
         return Encoding(list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids))
 
@@ -58,17 +54,14 @@ class FileTokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a text."""
         return self._id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text."""
         return self._id("eos_token")
 
     @property
     def all_special_ids(self) -> list[int]:
-        """The special tokens."""
         return [token for text in self._special if (token := self.backend.token_to_id(text)) is not None]
 
     def encode_as_text(self, text: str) -> list[int]:
@@ -82,12 +75,10 @@ class FileTokenizer:
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """Special tokens by transformers' names."""
         return dict(self._named)
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """The tokens that were added to the vocabulary, by their ids."""
         return dict(self.backend.get_added_tokens_decoder())
 
     def _id(self, name: str) -> int | None:

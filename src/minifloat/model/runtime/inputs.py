@@ -1,12 +1,8 @@
 """How the inputs of quantized weights are quantized: as the checkpoint declares, or in 8 bits where a caller asks.
 
-A module whose inputs this package cannot quantize as servers do is computed weight-only, with a warning: nobody shall
-take a weight-only comparison for one of W8A8.
-
-On a CPU the kernels round to int8 where that is faster (`minifloat.kernels.linear.int8_inputs`): for prompts and
-batches, never for the single row of a decode step of one sequence. That is off by default, because it changes results.
-On a GPU the engine multiplies many rows in FP8 (`linear.PREFILL_ROWS`), by default where the checkpoint declares that
-its inputs are quantized: that is the model which was calibrated and compared.
+A module whose inputs cannot be quantized as servers do is computed weight-only, with a warning, so that nobody takes
+the result for one of W8A8. Rounding to int8 on a CPU (`kernels.linear.int8_inputs`) changes results and is off by
+default; FP8 for many rows on a GPU (`linear.PREFILL_ROWS`) is the default where the checkpoint declares it.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ INT8_INPUTS = f"INT8 per group 1x{GROUP_COLS} (dynamic, where that is faster)"
 def allows_int8(
     choice: str, description: Description, device: torch.device, *, impl: str = "auto", weight_only: bool = True
 ) -> bool:
-    """Return whether inputs may be rounded to int8."""
     if choice not in ACTIVATIONS:
         raise UnknownNameError("activations", choice, ACTIVATIONS)
     if choice != "int8":
@@ -87,10 +82,7 @@ class InputQuantization:
         self._skipped: dict[str, list[str]] = {}
 
     def of(self, stored: StoredWeight) -> tuple[ActivationSpec | None, Tensor | None]:
-        """Return how a module quantizes its inputs, and their static scale; None: not at all.
-
-        The scale is a float32 scalar: that of the whole input, or for NVFP4 the divisor above its block scales.
-        """
+        """Return how a module quantizes its inputs, and their static scale; None: not at all."""
         spec = stored.activation
         if spec is None or self.weight_only:
             return None, None
@@ -101,10 +93,7 @@ class InputQuantization:
         return spec, self._read_scale(stored, spec) if spec.needs_calibration else None
 
     def prefill_of(self, stored: StoredWeight) -> tuple[ActivationSpec, Tensor | None] | None:
-        """Return how a weight-only module quantizes inputs of many rows; None: not at all.
-
-        The checkpoint's declaration counts; without one, the granularity of the weight decides (`PREFILL_INPUTS`).
-        """
+        """Return how a weight-only module quantizes inputs of many rows; None: not at all."""
         if self.prefill is None:
             return None
         spec = stored.activation or PREFILL_INPUTS.get(stored.spec.granularity)

@@ -43,7 +43,6 @@ def kv_head_scales(checkpoint: Checkpoint, description: Description, kv_heads: i
 def _read_scales(
     checkpoint: Checkpoint, description: Description, granularities: Collection[Granularity], most: int
 ) -> KVHeadScales | None:
-    """Read all scales, each of one element or of `most`; None as in `kv_scales`."""
     declared = description.kv
     if declared is not None and (declared.element is not E4M3 or declared.granularity not in granularities):
         _LOG.warning(
@@ -66,7 +65,6 @@ def _read_scales(
 
 
 def _scale(checkpoint: Checkpoint, name: str, most: int) -> Scales:
-    """Read a scale of one element or of `most`."""
     info = checkpoint.tensors[name]
     if math.prod(info.shape) not in (1, most) or info.dtype not in TORCH_DTYPES:
         expected = "one scale of the KV cache" + (f", or {most}" if most > 1 else "")

@@ -1,8 +1,4 @@
-"""Linear layers with a quantized weight, in the place of `torch.nn.Linear` in a transformers model.
-
-A weight is held in one form at a time: packed, in the order in which the kernels of the CPU or of the GPU read it, or
-as checkpoints store it, which the reference multiplies on any device. Left out: gradients.
-"""
+"""Linear layers with a quantized weight, packed or as stored, in the place of `torch.nn.Linear`; no gradients."""
 
 from __future__ import annotations
 
@@ -31,22 +27,10 @@ _BUFFERS = ("codes", "scale", "global_scale", "zero_point", "packed")
 
 
 class QuantizedWeight(nn.Module):
-    """One quantized weight ``[N, K]`` and how its input is quantized.
+    """One quantized weight ``[N, K]``, packed or as stored, and how its input is quantized.
 
-    The weight moves with a model and never changes its formats: ``model.half()`` or ``model.to(torch.bfloat16)`` would
-    round float32 scales; here such a call only changes `dtype`.
-
-    A new module holds the weight as the checkpoint stores it; `pack` replaces that by the packed form of the device. A
-    move to another device, or to a dtype that the kernels do not multiply in (float64), unpacks the weight first, and
-    the weight stays unpacked until `pack` is called again. Copies and pickles keep the form; a state dict fits a module
-    of the same form.
-
-    Attributes:
-        global_scale: float32 scalar or None; only if unpacked.
-        zero_point: The grid of zero points or None; only if unpacked.
-        activation: How inputs are quantized before they are multiplied; None: not at all.
-        input_scale: float32 scalar if `activation` is static, else None.
-        prefill: The same weight with quantized inputs, which multiplies inputs of `PREFILL_ROWS` and more; or None.
+    ``model.half()`` would round float32 scales; here it only changes `dtype`. A move to another device, or to a dtype
+    that the kernels do not have, unpacks the weight until `pack` is called again.
     """
 
     codes: Tensor
@@ -54,7 +38,7 @@ class QuantizedWeight(nn.Module):
     global_scale: Tensor | None
     zero_point: Tensor | None
     input_scale: Tensor | None
-    prefill: QuantizedWeight | None
+    prefill: QuantizedWeight | None  #: the same weight with quantized inputs, for `PREFILL_ROWS` rows and more
 
     def __init__(
         self,
@@ -72,7 +56,6 @@ class QuantizedWeight(nn.Module):
         self.prefill = None
 
     def _hold(self, weight: QuantizedTensor | PackedWeight | GpuWeight) -> None:
-        """Replace the form that the weight is held in."""
         for name in [name for name in self._buffers if name in _BUFFERS or name.startswith(_GPU)]:
             del self._buffers[name]
         self.shape = weight.shape
@@ -95,7 +78,6 @@ class QuantizedWeight(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is packed for the kernels."""
         return self._on_gpu or "packed" in self._buffers
 
     @property
@@ -123,12 +105,8 @@ class QuantizedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight ``[N, K]`` in `dtype`, computed at every access.
-
-        This is not a parameter: nothing trains, ties or saves it. Some models read ``linear.weight`` outside of the
-        linear's forward: Mamba's ``lm_head.weight.dtype``, T5's ``wo.weight.dtype``, routers and latent-attention
-        projections that multiply with the weight directly.
-        """
+        """The dequantized weight ``[N, K]`` in `dtype`, computed at every access."""
+        # some models read it outside of forward: Mamba's lm_head, T5's wo, routers, latent attention
         return self.held.dequantize(self.dtype)
 
     @property
@@ -138,11 +116,7 @@ class QuantizedWeight(nn.Module):
         return round(self.spec.bits_per_weight(self.shape) * rows * cols / 8)
 
     def pack(self) -> str:
-        """Replace the stored form by the packed form.
-
-        On a GPU a weight whose inputs are quantized keeps the stored form if `scaled_mm` multiplies it, which takes
-        that form.
-        """
+        """Replace the stored form by the packed form."""
         if self.is_packed:
             return ""
         if self.codes.device.type == "cuda":
@@ -154,6 +128,7 @@ class QuantizedWeight(nn.Module):
 
     def _pack_on_gpu(self) -> str:
         weight, activation = self.quantized, self.activation
+        # `scaled_mm` takes the stored form
         if activation is not None and can_quantize(activation, self.spec) and not scaled_mm.why_not(weight, activation):
             return ""
         reason = gpu.why_not(self.spec, self.shape, self.codes.device)
@@ -223,13 +198,7 @@ def _unpacked(weight: PackedWeight | GpuWeight) -> QuantizedTensor:
 
 
 class QuantizedLinear(QuantizedWeight):
-    """A linear layer whose weight stays quantized: ``y = x @ weight.T + bias`` by `minifloat.kernels.linear`.
-
-    Args: As `QuantizedWeight`.
-
-    Attributes:
-        bias: ``[N]`` in the model's dtype, or None.
-    """
+    """A linear layer whose weight stays quantized: ``y = x @ weight.T + bias`` by `minifloat.kernels.linear`."""
 
     bias: nn.Parameter | None
 
@@ -243,5 +212,4 @@ class QuantizedLinear(QuantizedWeight):
         return self.multiply(x, self.bias)
 
     def extra_repr(self) -> str:
-        """Return what `QuantizedWeight` does, and whether there is a bias."""
         return f"{super().extra_repr()}, bias={self.bias is not None}"

@@ -1,10 +1,8 @@
 """The format of the output layer (lm_head), which may be quantized while it is loaded.
 
-Checkpoints keep this layer in 16 bits. Beside weights in 4 bits it is then a large part of the bytes that a decode step
-reads. Rounding it to FP8 adds less than a tenth to the KL divergence of weights that were rounded to the nearest codes
-of MXFP4 (docs/results.md, "What an FP8 output layer costs"). It adds a larger part to the divergence of NVFP4 and of
-codes that were chosen with text, and as much again to that of weights in 8 bits. There the layer keeps its precision,
-unless the user asks for FP8. `round_weight` rounds a weight of a loaded model by all threads.
+In 16 bits it is a large part of the bytes that a decode step reads beside weights in 4 bits. In FP8 it adds less than a
+tenth to the KL divergence of weights rounded to MXFP4, and more to that of others (docs/results.md, "What an FP8 output
+layer costs"); there it is quantized only if the user asks.
 """
 
 from __future__ import annotations
@@ -67,10 +65,7 @@ def lm_head_spec(choice: str, checkpoint: Checkpoint, description: Description) 
 
 
 def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> QuantizedTensor:
-    """Quantize the weight of an output layer, and log what that takes and saves.
-
-    The codes and scales are those of `minifloat quantize`.
-    """
+    """Quantize the weight of an output layer, and log what that takes and saves."""
     quantized = round_weight(weight, spec, "lm_head.weight", cure="--lm-head bf16 keeps it as it is")
     _LOG.info(
         "lm_head is quantized to %s: %s instead of %s%s; --lm-head bf16 keeps it as it is stored",
@@ -87,10 +82,7 @@ class LoadedLmHead(QuantizedLinear):
 
 
 def replace_lm_head(model: PreTrainedModel, spec: WeightSpec, packing: Packing, *, asked: bool) -> None:
-    """Quantize the output layer of a transformers model, unless it is quantized already.
-
-    A tied embedding keeps its weight, and is not tied any more.
-    """
+    """Quantize the output layer of a transformers model, unless it is quantized already."""
     head = _output_layer(model)
     if isinstance(head, QuantizedLinear):
         return

@@ -1,11 +1,7 @@
-"""Load a checkpoint as a transformers model whose linears hold the quantized weights.
+"""Load a checkpoint, quantized or plain, as a transformers model whose linears hold the quantized weights.
 
-transformers builds the empty model and says how names map; everything read from disk goes through `Checkpoint`, which
-has validated every shard before. Weights are read one at a time, so that no 16-bit copy of the quantized weights ever
-exists. Plain checkpoints are loaded by the same code and serve as the baseline. Inputs are quantized where the
-checkpoint says that servers quantize them, so that measurements are of what will be served.
-
-Left out: quantized KV caches.
+Weights are read one at a time by `Checkpoint`, so that no 16-bit copy of the quantized weights ever exists. Inputs are
+quantized as servers quantize them, so that measurements are of what will be served. Left out: quantized KV caches.
 """
 
 from __future__ import annotations
@@ -76,42 +72,29 @@ def load(
     *,
     revision: str | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint, quantized or not, as a transformers model in eval mode.
+    """Load a checkpoint, quantized or not, as a transformers model in eval mode, whose parameters require no gradient.
 
-    Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`; every layout that
-    `minifloat.model.layouts.describe` knows is read. A quantized weight that something else uses is dequantized, and a
-    warning names it. Scales of the KV cache are not used.
+    Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`. A quantized weight that something
+    else uses is dequantized, with a warning. Scales of the KV cache are unused. Inputs are quantized as the checkpoint
+    declares, every module with its own scales; servers take the largest static scale of the linears that they fuse, and
+    those without the arithmetic run weight-only. Where inputs cannot be quantized, a warning names the modules.
 
-    Where the checkpoint declares quantized inputs (W8A8, W4A8, W4A4), they are quantized as a server with such hardware
-    does it, by `minifloat.kernels.linear.linear`; every module with its own scales. Servers that fuse q/k/v, gate/up or
-    the experts of a layer take the largest static scale of those. Servers on other hardware (Ampere: Marlin kernels)
-    run the same checkpoints weight-only. Inputs of weights in blocks with E8M0 scales, and of experts whose class does
-    more with a weight than multiply, are not quantized; a warning names them.
-
-    Every quantized weight is packed for the kernels as soon as it is read, and the codes as stored are dropped. Weights
-    that have no packed form, or all where the native library or triton is missing, are multiplied by the reference; a
-    warning says why and how many. The two differ in one rounding: with 16-bit activations the kernels multiply codes
-    and scales in float32; the reference rounds the weight to the 16 bits first.
+    Weights are packed for the kernels as they are read; those without a packed form are multiplied by the reference,
+    with a warning. With 16-bit activations the reference rounds the weight to 16 bits first, and the kernels do not.
 
     Args:
         path: A folder in Hugging Face layout, or a model of the hub.
         options: Dtype, device, and what is done with inputs and the output layer.
-        revision: Revision of a model of the hub, as in `minifloat.checkpoint.hub.model_folder`.
-
-    Returns:
-        The model; its parameters require no gradient.
+        revision: Revision of a model of the hub.
 
     Raises:
         CheckpointError: If a file is not what it claims to be, a parameter has no tensor, or a tensor no place.
         HubError: If the hub has no such model, refuses it, or cannot be reached.
-        ConfigError: If transformers cannot build the model, or only with the checkpoint's own code; or if static inputs
-            are declared and a module has no scale for them.
+        ConfigError: If transformers cannot build the model without the checkpoint's code, or a static scale is missing.
         TensorError: If a tensor does not fit its parameter, or a scale is NaN or Inf.
-        KernelUnavailable: If a weight cannot be packed for the `impl` that is named, or the device has no product for
-            `prefill` or `activations`.
+        KernelUnavailable: If the named `impl` cannot pack a weight, or the device cannot do `prefill` or `activations`.
         UnknownNameError: If an option has another value.
-        UsageError: If `lm_head` is "fp8" and the model has no output layer that can be replaced, or `activations` is
-            "int8" and contradicts the device, the checkpoint or `prefill`.
+        UsageError: If options contradict each other, the device or the checkpoint.
     """
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
         return load_opened(checkpoint, describe(checkpoint), options)
@@ -122,7 +105,6 @@ def load_opened(
     description: Description,
     options: LoadOptions = LoadOptions(),
 ) -> PreTrainedModel:
-    """Load a checkpoint that is open and described already."""
     loader = Loader(checkpoint, description, options)
     loader.run()
     model = loader.model
@@ -187,14 +169,12 @@ class Loader:
         self.packing.warn()
 
     def assignments(self) -> list[Assignment]:
-        """Return where in the model every tensor goes."""
         assignments, surplus = assign(self.model, self.tensors.names)
         ignorable = ignorable_names(self.model.config, self.model._keys_to_ignore_on_load_unexpected or ())
         self.tensors.refuse_surplus(type(self.model).__name__, surplus, ignorable)
         return assignments
 
     def place(self, assignment: Assignment) -> None:
-        """Read the tensors of an assignment and put them into the model."""
         if not (self._place_linear(assignment) or self._place_experts(assignment)):
             self._place_tensors(assignment)
 
@@ -295,7 +275,6 @@ class Loader:
             self.missing.discard(name)
 
     def _read(self, source: str, dtype: torch.dtype) -> Tensor:
-        """Read a tensor, dequantized if it is quantized, in `dtype`."""
         stored = self.tensors.quantized.get(source)
         if stored is None:
             return self.tensors.read_plain(source, dtype).to(self.device, dtype)
@@ -330,7 +309,6 @@ class Loader:
 
 
 def _in_order(assignment: Assignment) -> Iterable[str]:
-    """Return the sources of an assignment in the order in which they are read."""
     experts = assignment.expert_parts()
     return assignment.sources if experts is None else (source for expert in experts for source in expert)
 

@@ -1,9 +1,6 @@
-"""Maps the names in a checkpoint to the parameters of a transformers model.
+"""Maps the names in a checkpoint to the parameters of a transformers model, by the tables of transformers >= 5.
 
-transformers >= 5 renames and converts tensors while it loads: Mixtral's ``block_sparse_moe`` becomes ``mlp``, the
-experts of a layer are stacked into one parameter, fused projections are cut. The conversions are recorded only in its
-tables (`conversion_mapping.py`), so those are used and not repeated. Only this module calls the functions for that,
-which have no promise of stability; it calls them as transformers 5.10 to 5.23 do.
+Only this module calls its functions for that, which are not stable, as transformers 5.10 to 5.23 do.
 """
 
 from __future__ import annotations
@@ -35,11 +32,7 @@ _STACK_AND_JOIN = [*_STACK, (Concatenate, 1)]
 
 
 class ExpertStack:
-    """The conversion of single experts to the stacked parameter of a model whose plain checkpoints have fused experts.
-
-    transformers has no conversion from single experts of such models. Quantized checkpoints have them, because servers
-    read those.
-    """
+    """Our conversion of single experts, which servers read, for models whose plain checkpoints have fused experts."""
 
     def __init__(self, fused: FusedTensor, transposed: bool) -> None:
         self.fused, self.transposed = fused, transposed
@@ -53,11 +46,7 @@ class ExpertStack:
 
 @dataclass
 class Assignment:
-    """The tensors of a checkpoint that together become one parameter (or several, if a conversion cuts a tensor).
-
-    Attributes:
-        converter: transformers' conversion, or ours of single experts; None if the tensor is taken as it is.
-    """
+    """The tensors of a checkpoint that together become one parameter (or several, if a conversion cuts a tensor)."""
 
     target: str
     converter: WeightConverter | ExpertStack | None = None
@@ -88,7 +77,6 @@ class Assignment:
 
     @property
     def transposed(self) -> bool:
-        """Whether the conversion transposes the matrix of each expert."""
         return isinstance(self.converter, ExpertStack) and self.converter.transposed
 
     def convert(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
@@ -112,7 +100,6 @@ def _reader(read: Callable[[str], Tensor], source: str) -> Any:
 
 
 def _operations(converter: WeightConverter) -> list[tuple[type, int | None]]:
-    """Return the operations as class and dimension."""
     return [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
 
 
@@ -150,7 +137,6 @@ def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignmen
 
 
 def _family_of(model: PreTrainedModel) -> Family:
-    """Return the description of a model that is built."""
     text = model.config.get_text_config()
     return family_of({"model_type": model.config.model_type, "text_config": {"model_type": text.model_type}})
 
@@ -172,10 +158,7 @@ def _fused_target(
 
 
 def _is_transposed(fused: FusedTensor, model: PreTrainedModel, target: str) -> bool:
-    """Return whether a parameter of stacked experts is ``[E, K, N]``.
-
-    transformers marks its modules of experts. In Llama 4, which has no mark, the parameter is as the checkpoint has it.
-    """
+    """Return whether a parameter of stacked experts is ``[E, K, N]``."""
     owner = model.get_submodule(target.rpartition(".")[0])
     return bool(getattr(owner, "is_transposed", fused.transposed))
 

@@ -40,10 +40,7 @@ class Packing:
         self._unpacked: dict[str, list[str]] = {}
 
     def pack(self, weight: QuantizedWeight, module: str, *, multiplied: bool = True) -> None:
-        """Pack a weight, unless `impl` is the reference, or note the reason why it cannot be packed.
-
-        The weight's inputs are rounded to int8 if that is allowed and possible.
-        """
+        """Pack a weight, unless `impl` is the reference, or note the reason why it cannot be packed."""
         reason = ""
         if self._packs:
             reason = weight.pack() if multiplied else NOT_MULTIPLIED

@@ -1,12 +1,10 @@
 """Chat templates without transformers: rendered in Jinja's sandbox, with control tokens of messages kept apart.
 
-A chat template is a Jinja program that comes with a checkpoint. It runs in Jinja's immutable sandbox, sees strings,
-numbers and containers only, and is stopped once its text is too long. Nothing bounds the time and memory that it takes:
-whoever serves a checkpoint chooses its template. Control tokens in the text of messages are marked before the template
-runs and are tokenized as plain text afterwards, so that a message cannot pretend to be another role.
+A template sees strings, numbers and containers only and is stopped once its text is too long; nothing bounds its time
+and memory. Control tokens in messages become plain text, so that a message cannot pretend to be another role.
 
-Source: transformers, ``utils/chat_template_utils.py``, with which tests/model/runtime/test_file_tokenizer.py compares.
-Left out: tools, documents, masks of the assistant's tokens, and continuing the last message.
+Source: transformers, ``utils/chat_template_utils.py``. Left out: tools, documents, masks of the assistant's tokens, and
+continuing the last message.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ class _Dictionary:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary of the given keys."""
         return dict.fromkeys(*args)
 
 
@@ -151,7 +148,6 @@ class ControlTokens:
     @classmethod
     @functools.lru_cache(maxsize=16)
     def of(cls, template: str, added: tuple[tuple[str, bool], ...]) -> ControlTokens:
-        """Return the control tokens of a template, given the added tokens as pairs."""
         return cls(template, dict(added))
 
     def mark(self, text: str) -> str:
@@ -181,11 +177,8 @@ class ControlTokens:
 
 
 def _encode_inside(piece: str, encode: Callable[[str], list[int]], newline: list[int]) -> list[int]:
-    """Tokenize a text that does not begin the chat, so that no space is put before it.
-
-    SentencePiece's tokenizers begin every text with a space. After a newline they do not.
-    """
-    ids = encode("\n" + piece)
+    """Tokenize a text that does not begin the chat, so that no space is put before it."""
+    ids = encode("\n" + piece)  # SentencePiece puts a space before a text, but not after a newline
     return ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
 
 
@@ -227,10 +220,7 @@ def chat_tokens(
     max_characters: int = MAX_CHARACTERS,
     **variables: Any,
 ) -> list[int]:
-    """Return the tokens of a conversation; control tokens in messages and variables become tokens of plain text.
-
-    They are those of transformers' `apply_chat_template` with `sanitize_control_tokens`.
-    """
+    """Return the tokens of a conversation; control tokens in messages and variables become tokens of plain text."""
     to_id: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     template = _template(tokenizer, chat_template)
     added = sorted(tokenizer.added_tokens_decoder.items())
@@ -273,7 +263,6 @@ def _template(tokenizer: TextTokenizer, stated: str | None) -> str:
 
 
 def _encode_as_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text in which no added token is recognized."""
     for name in ("encode_as_text", "_encode_without_added_tokens"):  # ours, and newer transformers'
         if hasattr(tokenizer, name):
             return list(getattr(tokenizer, name)(text))

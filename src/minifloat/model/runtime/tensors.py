@@ -1,7 +1,4 @@
-"""The tensors of a checkpoint by the names that a plain checkpoint gives them, and the checks that all are used.
-
-A quantized weight, which is several tensors on disk, has the name ``<module>.weight`` here, as if it were plain.
-"""
+"""The tensors of a checkpoint by the names of a plain one: a quantized weight is ``<module>.weight``."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ DEPTH = 2
 
 
 class ReadAhead:
-    """Reads weights on a second thread, in an announced order, while others are being packed.
-
-    Reading waits for the disk, or copies from the page cache on one core; packing computes.
-    """
+    """Reads weights on a second thread, in an announced order, while others are being packed."""
 
     def __init__(self, checkpoint: Checkpoint, order: Iterable[StoredWeight]) -> None:
         self._checkpoint = checkpoint
@@ -51,7 +45,6 @@ class ReadAhead:
         self._reads.clear()
 
     def read(self, stored: StoredWeight) -> QuantizedTensor:
-        """Return a weight, as `minifloat.model.layouts.read_weight` does and with its errors."""
         read = self._reads.pop(stored.module, None)
         if read is None:
             return read_weight(self._checkpoint, stored)
@@ -97,7 +90,6 @@ class StoredTensors:
 
     @property
     def names(self) -> list[str]:
-        """All names, plain tensors first."""
         return [*self.plain, *self.quantized]
 
     def dtype(self) -> torch.dtype:
@@ -124,7 +116,6 @@ class StoredTensors:
                 self.read_weight = direct
 
     def read_plain(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a plain tensor in the dtype that it is stored in."""
         info = self.checkpoint.tensors[name]
         stored = TORCH_DTYPES.get(info.dtype)
         if stored is None or stored.is_floating_point != dtype.is_floating_point:
@@ -154,12 +145,10 @@ class StoredTensors:
             raise self.error(f"{listing(names)} are all the parameter {parameter}; expected one of them")
 
     def error(self, problem: str) -> CheckpointError:
-        """Return an error that names this checkpoint."""
         return CheckpointError(self.checkpoint.path, problem)
 
 
 def check_shape(parameter: str, expected: Sequence[int], found: Sequence[int]) -> None:
-    """Raise a ShapeError if a tensor does not have the shape that the config gives its parameter."""
     if tuple(found) != tuple(expected):
         raise ShapeError(
             parameter, f"the config expects {list(expected)}, the checkpoint holds {list(found)}: not the same model"
@@ -177,11 +166,7 @@ def warn_of_dequantized(names: Sequence[str]) -> None:
 
 
 def ignorable_names(config: Any, patterns: Iterable[str] = ()) -> re.Pattern[str]:
-    """Return the pattern of tensor names that a model may leave unused.
-
-    These are the rotary and position buffers of old checkpoints, which the model computes, and the layers for
-    multi-token prediction, which lie after the last layer.
-    """
+    """Return the pattern of tensor names that a model may leave unused."""
     text_config = config.get_text_config()
     first = getattr(text_config, "num_hidden_layers", 0)
     prediction_layers = getattr(text_config, "num_nextn_predict_layers", 0) or 0

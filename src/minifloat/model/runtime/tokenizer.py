@@ -68,10 +68,7 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
 
 
 def token_id_tokenizer(*configs: Any) -> PreTrainedTokenizerBase:
-    """Return a tokenizer for a model that has none: the text of a token is its id.
-
-    Texts begin with BOS if a config names one.
-    """
+    """Return a tokenizer for a model that has none: the text of a token is its id."""
     from tokenizers import Tokenizer, models
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -92,7 +89,6 @@ def token_id_tokenizer(*configs: Any) -> PreTrainedTokenizerBase:
 
 
 def end_tokens(generation_config: Any, config: Any, tokenizer: TextTokenizer | None = None) -> frozenset[int]:
-    """Return the tokens at which a model's texts end."""
     for owner in (generation_config, config.get_text_config(decoder=True), tokenizer):
         tokens = getattr(owner, "eos_token_id", None)
         if tokens is not None:
@@ -115,10 +111,7 @@ def token_bytes(tokenizer: TextTokenizer, token: int, text: str) -> bytes:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character by which tokenizers of GPT-2's kind write bytes.
-
-    A printable byte is written as itself; the others are written as the characters from U+0100 on.
-    """
+    """Return the byte of each character by which tokenizers of GPT-2's kind write bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,12 +1,9 @@
 """Reads the tokenizer of a folder by the library `tokenizers` alone, where that gives transformers' tokens.
 
-transformers takes seconds to import. Its fast tokenizers run this library, after rules of their own about classes,
-added tokens and flags. `read_file_tokenizer` follows these rules for the kinds of tokenizers that the decoders' models
-have, and returns the reason for every other; `minifloat.model.runtime.tokenizer.serving_tokenizer` then uses
-transformers.
+Importing transformers takes seconds. Its rules about classes, added tokens and flags are followed here for the models
+of the decoders; for any other tokenizer `read_file_tokenizer` returns the reason.
 
-Source: transformers, ``tokenization_utils_tokenizers.py``, ``tokenization_auto.py`` and the classes `LlamaTokenizer`
-and `Qwen2Tokenizer`, with which tests/runtime/test_file_tokenizer.py compares tokens, texts and chats.
+Source: transformers, ``tokenization_utils_tokenizers.py``, ``tokenization_auto.py``, `LlamaTokenizer` and Qwen2's.
 """
 
 from __future__ import annotations
@@ -118,7 +115,6 @@ class _OtherTokenizer(Exception):
 
 
 def read_file_tokenizer(folder: Path) -> FileTokenizer | str:
-    """Return the tokenizer of a model folder, or why transformers has to read it."""
     try:
         return _read(folder.resolve())
     except _OtherTokenizer as error:
@@ -170,7 +166,6 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _class_of(model_type: Any, hub_class: Any, is_byte_level: bool) -> str:
-    """Return the class that transformers chooses."""
     named = None if hub_class is None else str(hub_class).removesuffix("Fast")
     registered = _REGISTERED.get(str(model_type))
     if registered in _GENERIC and importlib.util.find_spec("mistral_common") is not None:
@@ -211,7 +206,6 @@ def _special_tokens(
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json."""
     if token is None or isinstance(token, str):
         return token
     if isinstance(token, dict) and isinstance(token.get("content"), str):
@@ -297,10 +291,7 @@ def _chat_template(folder: Path, files: set[str], config: Mapping[str, Any]) -> 
 
 
 def _check_flags(tokenizer: FileTokenizer, config: Mapping[str, Any]) -> None:
-    """Check that the flags for tokens around a text say what tokenizer.json does.
-
-    Versions of transformers differ in which of the two they follow.
-    """
+    """Check that the flags for tokens around a text say what tokenizer.json does."""
     for flag, position in (("add_bos_token", 0), ("add_eos_token", -1)):
         if config.get(flag) is None:
             continue

@@ -1,9 +1,4 @@
-"""Read the parameters of a model straight from a checkpoint, without a module that holds them.
-
-For models whose structure is known without transformers' code: whoever builds them states the names and shapes of the
-parameters (`ModelParameters`), and `WeightSource` finds each in the checkpoint and reads it. What `load` checks is
-checked here too: missing and surplus tensors and shapes before anything is read, dtypes and scales while reading.
-"""
+"""Reads the parameters that a decoder names straight from a checkpoint, with the checks of `load`."""
 
 from __future__ import annotations
 
@@ -28,16 +23,11 @@ _PREFIX = "model."
 
 @dataclass(frozen=True)
 class FusedParameter:
-    """A parameter that a checkpoint may have in the place of one or more parameters of each expert.
-
-    Attributes:
-        shape: ``[experts, rows, columns]``.
-        transposed: Whether it is ``[experts, columns, rows]`` where it is not quantized.
-    """
+    """A parameter that a checkpoint may have in the place of one or more parameters of each expert."""
 
     shape: tuple[int, int, int]
     parts: tuple[tuple[str, ...], ...]
-    transposed: bool = False
+    transposed: bool = False  #: ``[experts, columns, rows]`` unless it is quantized
     either: bool = False
 
     def stored_shape(self, found: Sequence[int], is_quantized: bool) -> tuple[int, int, int]:
@@ -49,18 +39,14 @@ class FusedParameter:
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """The parameters that a model needs.
-
-    Attributes:
-        tied: Two parameters of which either may be missing, because the config ties the first to the second; or None.
-    """
+    """The parameters that a model needs."""
 
     architecture: str
     shapes: Mapping[str, tuple[int, ...]]
     fused: Mapping[str, FusedParameter]
     renamings: tuple[tuple[str, str], ...]
     ignorable: re.Pattern[str]
-    tied: tuple[str, str] | None
+    tied: tuple[str, str] | None  #: of which either may be missing
 
 
 class WeightSource:
@@ -89,7 +75,6 @@ class WeightSource:
         return self._tensors.reading_ahead(dict.fromkeys(self._names[name] for name in self._order()))
 
     def is_quantized(self, parameter: str) -> bool:
-        """Return whether a parameter is stored quantized."""
         return self._names[parameter] in self._tensors.quantized
 
     @property
@@ -103,7 +88,6 @@ class WeightSource:
         return None if stored is None else stored.spec
 
     def stored(self, parameter: str) -> StoredWeight | None:
-        """Return how the weight of a linear is stored; None if it is not quantized."""
         stored = self._tensors.quantized.get(self._names[parameter])
         return None if stored is None or stored[0].expert is not None else stored[0]
 
@@ -118,15 +102,11 @@ class WeightSource:
         return (weights[0] if stored[0].expert is None else torch.stack(weights)).to(self._device)
 
     def matrix(self, parameter: str) -> Tensor | QuantizedTensor:
-        """Return the weight of a linear, quantized if it is stored so."""
         stored = self.stored(parameter)
         return self.tensor(parameter) if stored is None else self._to_device(self._tensors.read_weight(stored))
 
     def experts(self, fused: str) -> Iterator[Sequence[Tensor | QuantizedTensor]]:
-        """Read a projection of all experts, one expert after the other.
-
-        Weights are quantized only if those of all experts are: the kernels take one kind of weight per projection.
-        """
+        """Yield a projection of each expert; quantized only if all are, because kernels take one kind of weight."""
         if fused in self._names:
             stored = self._tensors.quantized.get(self._names[fused])
             if stored is None:
@@ -151,7 +131,6 @@ class WeightSource:
         warn_of_dequantized(self._dequantized)
 
     def _match(self) -> dict[str, str]:
-        """Return the tensor of each parameter."""
         found: dict[str, list[str]] = {}
         surplus = []
         for name in self._tensors.names:
@@ -170,7 +149,6 @@ class WeightSource:
         return {parameter: names[0] for parameter, names in found.items()}
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield the parameters that a tensor may be, by its name."""
         renamed = name
         for pattern, replacement in self._parameters.renamings:
             renamed = re.sub(pattern, replacement, renamed)
@@ -195,7 +173,6 @@ class WeightSource:
         self._tensors.refuse_missing(self._parameters.architecture, missing)
 
     def _order(self) -> Iterable[str]:
-        """Yield the parameters that are in the checkpoint in the order in which they are read."""
         replaced = self._replaced()
         return (replaced.get(name, name) for name in self._parameters.shapes)
 

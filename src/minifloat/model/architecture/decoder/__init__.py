@@ -1,8 +1,4 @@
-"""What the native decoders compute for each family of models, decided from its config, without torch.
-
-`decoder_layout` turns a config into a `DecoderLayout`, or raises `NotNative` with the reason why transformers' code
-runs the model. The rows of `architecture.families` name the function of `families/` that returns it.
-"""
+"""What the native decoders compute for each family of models, decided from its config, without torch."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ _COMMON = (
 
 
 def _unknown_field(native: NativeType, config: Any) -> str:
-    """Return a field that the config's class declares, that is not at its default, and that the layout ignores.
-
-    Newer releases of transformers add fields, which may change what a model computes.
-    """
+    """Return a field of a newer transformers that is not at its default and that the layout ignores; empty if none."""
     known = {*_COMMON.split(), *native.fields}
     own = getattr(type(config), "__dataclass_fields__", {})
     inherited = {name for base in type(config).__mro__[1:] for name in _base_fields(base)}
@@ -62,7 +55,6 @@ def why_not_type(model_type: str) -> str:
 
 
 def decoder_layout(config: Any) -> DecoderLayout:
-    """Return what a decoder computes for a model."""
     reason = why_not_type(config.model_type)
     if reason:
         raise NotNative(reason)
@@ -78,6 +70,5 @@ def decoder_layout(config: Any) -> DecoderLayout:
 
 
 def _function(name: str) -> Any:
-    """Return a function of `families` by the name in a row."""
     module, _, function = name.partition(".")
     return getattr(importlib.import_module(f"minifloat.model.architecture.decoder.families.{module}"), function)

@@ -1,7 +1,4 @@
-"""Parts of decoders as most families have them; a family replaces what it does differently (`dataclasses.replace`).
-
-Names are those of transformers' Llama. A config is a `DecoderConfig`, or transformers' config of the text model.
-"""
+"""Parts of decoders as most families have them, by the names of transformers' Llama; families replace what differs."""
 
 from __future__ import annotations
 
@@ -48,12 +45,10 @@ W1_W2_W3 = (
 
 
 def layer_name(index: int) -> str:
-    """Return the name of a layer's module."""
     return f"model.layers.{index}"
 
 
 def head_size(config: Any) -> int:
-    """Return the size of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -63,7 +58,6 @@ def rms_norm(config: Any, name: str, size: int | None = None) -> NormLayout:
 
 
 def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: bool) -> RotaryLayout:
-    """Return the rotary embedding of a config."""
     parameters = config.rope_parameters
     if layer_type is not None and isinstance(parameters.get(layer_type), dict):
         parameters = parameters[layer_type]
@@ -173,7 +167,6 @@ def plain_mlp(config: Any, name: str, names: tuple[str, str], *, bias: bool = Fa
 
 
 def experts(config: Any, name: str, count: int, intermediate: int, router: RouterLayout) -> ExpertsLayout:
-    """Return experts that are stored one by one or fused."""
     return ExpertsLayout(
         router=router,
         gate_up=f"{name}.experts.gate_up_proj",
@@ -188,7 +181,6 @@ def experts(config: Any, name: str, count: int, intermediate: int, router: Route
 def pre_norm_layer(
     config: Any, index: int, attention: AttentionLayout | DeltaLayout, mlp: MlpLayout | ExpertsLayout
 ) -> LayerLayout:
-    """Return a layer with RMS norms before attention and before the MLP."""
     name = layer_name(index)
     return LayerLayout(
         name=name,
@@ -200,7 +192,6 @@ def pre_norm_layer(
 
 
 def decoder(config: Any, layer: Callable[[Any, int], LayerLayout], norm: NormLayout | None = None) -> DecoderLayout:
-    """Return a model."""
     hidden = int(config.hidden_size)
     return DecoderLayout(
         hidden=hidden,

@@ -77,7 +77,6 @@ def nemotron(config: Any) -> DecoderLayout:
 
 
 def stablelm(config: Any) -> DecoderLayout:
-    """Return the layout of a StableLM."""
     if config.qk_layernorm:
         raise NotNative("each of its heads has a norm of its own (qk_layernorm)")
 

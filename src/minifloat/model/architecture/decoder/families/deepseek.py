@@ -105,14 +105,11 @@ def _attention(config: Any, index: int, *, interleaved: bool) -> AttentionLayout
 
 
 def _yarn_factor(rope: dict[str, Any]) -> float:
-    """Return the factor of scores under a stretched rotary embedding.
-
-    Source: DeepSeek-V2, ``yarn_get_mscale``; it is squared because queries and keys each have one.
-    """
+    """Return the factor of scores under a stretched rotary embedding."""
     weight, factor = rope.get("mscale_all_dim", 0), rope.get("factor", 1)
     if rope["rope_type"] == "default" or not weight or factor <= 1:
         return 1.0
-    return float((0.1 * weight * math.log(factor) + 1.0) ** 2)
+    return float((0.1 * weight * math.log(factor) + 1.0) ** 2)  # yarn_get_mscale, of queries and of keys
 
 
 def _mlp(config: Any, index: int, *, bias: bool = False) -> MlpLayout:

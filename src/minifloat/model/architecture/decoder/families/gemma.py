@@ -10,8 +10,6 @@ from minifloat.model.architecture.decoder import parts
 
 
 def gemma(config: Any) -> DecoderLayout:
-    """Return the layout of a Gemma."""
-
     def layer(config: Any, index: int) -> LayerLayout:
         attention, name = _attention(config, index), parts.layer_name(index)
         mlp = parts.mlp(config, f"{name}.mlp", int(config.intermediate_size))
@@ -41,10 +39,7 @@ def gemma2(config: Any) -> DecoderLayout:
 
 
 def gemma3(config: Any) -> DecoderLayout:
-    """Return the layout of a Gemma 3's text model: norms of heads, and a rotary embedding for each type of layer.
-
-    transformers does not read ``attn_logit_softcapping`` here.
-    """
+    """Return the layout of a Gemma 3's text model: norms of heads, and a rotary embedding for each type of layer."""
 
     def layer(config: Any, index: int) -> LayerLayout:
         attention, name, d = _attention(config, index), f"{parts.layer_name(index)}.self_attn", parts.head_size(config)
@@ -53,6 +48,7 @@ def gemma3(config: Any) -> DecoderLayout:
             scale=config.query_pre_attn_scalar**-0.5,
             window=parts.sliding_window(config, index),
             rotary=parts.rotary(config, d, config.layer_types[index]),
+            # attn_logit_softcapping is not read: transformers does not read it here
             q_norm=_norm(config, f"{name}.q_norm", d),
             k_norm=_norm(config, f"{name}.k_norm", d),
         )

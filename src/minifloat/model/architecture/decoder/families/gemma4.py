@@ -27,7 +27,6 @@ _OF_LAYERS = {"head_dim", "num_key_value_heads"}
 
 
 def gemma4(config: Any) -> DecoderLayout:
-    """Return the layout of a Gemma 4's text model."""
     if config.use_bidirectional_attention == "all":
         raise NotNative("its tokens see those after them (use_bidirectional_attention)")
     others = set(getattr(config, "per_layer_attributes", None) or ()) - _OF_LAYERS
@@ -102,13 +101,11 @@ def _attention(config: Any, index: int, *, shares: bool) -> AttentionLayout:
 
 
 def _sizes(config: Any, index: int) -> tuple[int, int]:
-    """Return the size of a layer's heads, and the number of its key-value heads.
-
-    transformers before 5.20 states those of full attention in fields of their own, later ones in ``per_layer_config``.
-    """
+    """Return the size of a layer's heads, and the number of its key-value heads."""
     layers: Sequence[Any] | None = getattr(config, "per_layer_config", None)
     if layers is not None:
         return int(layers[index].head_dim), int(layers[index].num_key_value_heads)
+    # before transformers 5.20, those of full attention have fields of their own
     d, kv_heads = int(config.head_dim), int(config.num_key_value_heads)
     if config.layer_types[index] != "full_attention":
         return d, kv_heads
@@ -145,17 +142,14 @@ def _input(config: Any, name: str) -> LayerInputLayout:
 
 
 def _inputs(config: Any) -> LayerInputsLayout | None:
-    """Return the inputs of layers.
-
-    transformers multiplies the projection by ``hidden ** -0.5`` before its norm; a norm of x times a factor is the norm
-    of x with an epsilon that is divided by the square of the factor.
-    """
+    """Return the inputs of layers."""
     size, hidden = int(config.hidden_size_per_layer_input or 0), int(config.hidden_size)
     if not size:
         return None
     if config.vocab_size_per_layer_input != config.vocab_size:
         rows = f"{config.vocab_size_per_layer_input} rows, its embedding {config.vocab_size}"
         raise NotNative(f"the table of the inputs of its layers has {rows} (vocab_size_per_layer_input)")
+    # transformers scales the projection by hidden ** -0.5 before its norm: here its square is in the epsilon
     eps = float(config.rms_norm_eps) * hidden
     return LayerInputsLayout(
         table="model.embed_tokens_per_layer.weight",

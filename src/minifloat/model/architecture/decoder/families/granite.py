@@ -11,8 +11,6 @@ from minifloat.model.architecture.decoder import parts
 
 
 def granite(config: Any) -> DecoderLayout:
-    """Return the layout of a dense Granite."""
-
     def mlp(config: Any, index: int) -> MlpLayout:
         name, bias = f"{parts.layer_name(index)}.mlp", bool(config.mlp_bias)
         return parts.mlp(config, name, int(config.intermediate_size), bias=bias)

@@ -10,7 +10,6 @@ from minifloat.model.architecture.decoder import parts
 
 
 def llama(config: Any, index: int) -> LayerLayout:
-    """Return a layer of a Llama."""
     bias = bool(config.attention_bias)
     attention = parts.attention(config, index, bias=bias, out_bias=bias)
     return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
@@ -89,6 +88,5 @@ def ernie(config: Any, index: int) -> LayerLayout:
 
 
 def dense_mlp(config: Any, index: int) -> Any:
-    """Return the MLP of a layer."""
     bias = bool(getattr(config, "mlp_bias", False))
     return parts.mlp(config, f"{parts.layer_name(index)}.mlp", int(config.intermediate_size), bias=bias)

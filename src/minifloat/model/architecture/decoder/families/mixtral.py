@@ -17,7 +17,6 @@ from minifloat.model.architecture.decoder import parts
 
 
 def mixtral(config: Any, index: int) -> LayerLayout:
-    """Return a layer of a Mixtral."""
     attention = replace(parts.attention(config, index), window=config.sliding_window)
     name = f"{parts.layer_name(index)}.mlp"
     router = RouterLayout(f"{name}.gate.weight", top_k=int(config.num_experts_per_tok), normalize=True)
@@ -70,7 +69,6 @@ def olmoe(config: Any, index: int) -> LayerLayout:
 
 
 def gpt_oss(config: Any, index: int) -> LayerLayout:
-    """Return a layer of a gpt-oss."""
     bias = bool(config.attention_bias)
     attention = parts.attention(config, index, bias=bias, out_bias=bias)
     attention = replace(

@@ -36,8 +36,6 @@ def qwen3_next(config: Any) -> DecoderLayout:
 
 
 def qwen3_5(config: Any) -> DecoderLayout:
-    """Return the layout of the text model of a Qwen3.5."""
-
     def mlp(config: Any, index: int) -> MlpLayout:
         return parts.mlp(config, f"{parts.layer_name(index)}.mlp", int(config.intermediate_size))
 
@@ -50,7 +48,6 @@ def qwen3_5_moe(config: Any) -> DecoderLayout:
 
 
 def _decoder(config: Any, mlp: Any, *, grouped: bool = False) -> DecoderLayout:
-    """Return a model."""
     if "full_attention" not in config.layer_types:
         raise NotNative("none of its layers has attention")
 
@@ -81,7 +78,6 @@ def _attention(config: Any, index: int) -> AttentionLayout:
 
 
 def _delta(config: Any, index: int, *, grouped: bool) -> DeltaLayout:
-    """Return the gated delta rule of a layer."""
     if config.hidden_act not in ("silu", "swish"):
         raise NotNative(f"the convolutions of its delta rule have the activation {config.hidden_act!r}, not 'silu'")
     name, hidden = f"{parts.layer_name(index)}.linear_attn", int(config.hidden_size)
