@@ -20,8 +20,8 @@ from pathlib import Path
 
 import click
 
+from minifloat.calibration.result import read_stats
 from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.stats_file import read_stats
 
 IMPORTS = "import minifloat.calibration.calibrate"
 RUN = """
@@ -29,11 +29,11 @@ import random, sys, time
 from pathlib import Path
 from dataclasses import replace
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.calibrate import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.model import calibrate_whole
-from minifloat.calibration.stats_file import write_stats
+from minifloat.calibration.result import write_stats
 from minifloat.checkpoint import Checkpoint
 model, out, histogram, max_memory, device, *sizes = sys.argv[1:]
 samples, length, vocabulary = map(int, sizes)

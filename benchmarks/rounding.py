@@ -21,8 +21,8 @@ from pathlib import Path
 import click
 import numpy as np
 
+from minifloat.calibration.calibrate import calibrate_layerwise
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
@@ -30,8 +30,7 @@ from minifloat.model.layouts import compressed_tensors
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import get_scheme
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 
 

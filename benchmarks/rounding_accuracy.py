@@ -28,8 +28,7 @@ from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.numerics.scheme import weight_only as without_inputs
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 
 _READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

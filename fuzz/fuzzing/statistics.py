@@ -26,9 +26,9 @@ from fuzzing.mutation import (
 )
 from fuzzing.target import Target
 from minifloat import Calibration, Checkpoint, QuantizeOptions, quantize_checkpoint
+from minifloat.calibration.result import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
-from minifloat.calibration.stats_file import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.summary import summarize
 from minifloat.checkpoint.array_file import write_arrays
 from minifloat.checkpoint.header import encode_header

@@ -63,12 +63,10 @@ if TYPE_CHECKING:
     from minifloat.quantize.convert import ConvertOptions, ConvertReport, convert_checkpoint
     from minifloat.quantize.data import DataOptions
     from minifloat.quantize.job import quantize_checkpoint
-    from minifloat.quantize.options import QuantizeOptions
+    from minifloat.quantize.options import Budget, QuantizeOptions
     from minifloat.quantize.preview import preview_quantization
     from minifloat.quantize.report import QuantizeReport
-    from minifloat.quantize.rounding.budget.target import Budget
-    from minifloat.quantize.rounding.methods import get_method
-    from minifloat.quantize.rounding.options import RoundingOptions
+    from minifloat.quantize.rounding.methods import RoundingOptions, get_method
     from minifloat.serve.client import ChatClient, chat
     from minifloat.serve.server.settings import ServerSettings
     from minifloat.serve.server.start import serve_checkpoint
@@ -78,7 +76,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "AsyncEngine": "minifloat.engine",
     "BenchOptions": "minifloat.evaluate.bench.workload",
-    "Budget": "minifloat.quantize.rounding.budget.target",
+    "Budget": "minifloat.quantize.options",
     "Calibration": "minifloat.calibration.result",
     "ChatClient": "minifloat.serve.client",
     "CheckReport": "minifloat.deploy.check",
@@ -102,7 +100,7 @@ _EXPORTS = {
     "QuantizeOptions": "minifloat.quantize.options",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.numerics.tensor",
-    "RoundingOptions": "minifloat.quantize.rounding.options",
+    "RoundingOptions": "minifloat.quantize.rounding.methods",
     "CalibrateOptions": "minifloat.calibration.options",
     "SCHEMES": "minifloat.numerics.scheme",
     "SamplingParams": "minifloat.engine",

@@ -17,8 +17,8 @@ from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import CalibrateOptions
+from minifloat.calibration.result import read_stats, write_stats
 from minifloat.calibration.stats import ActivationStats, ModelIdentity
-from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError, NonFiniteError
 from minifloat.model.runtime.load import load, load_opened

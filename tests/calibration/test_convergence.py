@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifloat.calibration.convergence import convergence_report, settled, trajectory
 from minifloat.calibration.rules import Delayed, Max, Percentile
-from minifloat.calibration.scales import activation_scales, kv_scales
+from minifloat.calibration.scales import activation_scales, convergence_report, kv_scales, settled, trajectory
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.errors import UsageError
 

@@ -17,11 +17,10 @@ from killing import damage_file, finished_in, run_and_kill
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from minifloat.calibration.calibrate import calibrate_set
+from minifloat.calibration.calibrate import calibrate_layerwise, calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise import storage
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError
-from minifloat.calibration.layerwise.run import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
@@ -81,7 +80,7 @@ def layerwise(
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "minifloat.calibration.layerwise.run"]
+    return [record.getMessage() for record in caplog.records if record.name == "minifloat.calibration.calibrate"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +309,7 @@ def test_layers_that_cannot_run_one_at_a_time_are_detected(cls: type[Decoder], r
 SERVER = """
 import os, pickle, sys, time
 from pathlib import Path
-from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.calibrate import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint

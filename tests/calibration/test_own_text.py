@@ -19,8 +19,7 @@ from minifloat.calibration import own_text
 from minifloat.calibration.calibrate import calibrate, load_texts
 from minifloat.calibration.data import CalibrationSet, load_calibration_data
 from minifloat.calibration.options import TextOptions
-from minifloat.calibration.own_text import write_own_text
-from minifloat.calibration.token_file import read_token_file
+from minifloat.calibration.own_text import read_token_file, write_own_text
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, CheckpointError, DataError, StatsError, UnknownNameError, UsageError

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from pages import loads_nothing, parse
 
-from minifloat.calibration import convergence
 from minifloat.calibration.document import document
+from minifloat.calibration.result import read_stats, write_stats
 from minifloat.calibration.rules import Delayed, Max, MeanSquaredError, Percentile, Rule
-from minifloat.calibration.scales import activation_scales, kv_scales, saturation
+from minifloat.calibration.scales import DEFAULT_WINDOW, activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
-from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.summary import summarize
 from minifloat.errors import StatsError, UsageError
 from minifloat.numerics.histogram import BINS, count_magnitudes
@@ -188,9 +187,7 @@ def test_scales_that_have_not_converged_are_named_largest_change_first() -> None
 
 
 def test_too_few_sequences_to_judge_convergence_give_a_warning() -> None:
-    few, enough = (
-        summarize(make_stats(sequences=convergence.DEFAULT_WINDOW + more), Max()).warnings for more in (0, 1)
-    )
+    few, enough = (summarize(make_stats(sequences=DEFAULT_WINDOW + more), Max()).warnings for more in (0, 1))
     assert any("Too few sequences" in warning for warning in few)
     assert not any("Too few sequences" in warning for warning in enough)
 

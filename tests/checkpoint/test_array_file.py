@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minifloat.calibration.layerwise.work_folder import LayerWork
+from minifloat.calibration.layerwise.walk import LayerWork
 from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, numpy_arrays, read_arrays, write_arrays
 from minifloat.checkpoint.layout import JOURNAL_FILE
 from minifloat.checkpoint.schema import any_object, exact_fields, text

@@ -18,11 +18,9 @@ from minifloat.errors import UsageError
 from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.options import Budget, QuantizeOptions
 from minifloat.quantize.report import QuantizeReport
-from minifloat.quantize.rounding.budget.target import Budget
-from minifloat.quantize.rounding.methods import METHODS
-from minifloat.quantize.rounding.options import RoundingOptions, TuneOptions
+from minifloat.quantize.rounding.methods import METHODS, RoundingOptions, TuneOptions
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)

@@ -13,9 +13,8 @@ from converting import stored
 from rounding_cases import scale_channels
 
 from minifloat.calibration.calibrate import calibrate
-from minifloat.calibration.result import Calibration
+from minifloat.calibration.result import Calibration, read_stats
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.stats_file import read_stats
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, StatsError
 from minifloat.quantize.convert import ConvertOptions, convert_checkpoint

@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.calibration.data import CalibrationSet, interleave
-from minifloat.calibration.layerwise.work_folder import LayerWork
+from minifloat.calibration.layerwise.walk import LayerWork
 from minifloat.commands.main import main
 from minifloat.errors import StorageError
 from minifloat.quantize.data import SourceGain, source_gains, source_warnings
 from minifloat.quantize.provenance import quantize_options
-from minifloat.quantize.rounding_summary import summary_rows
+from minifloat.quantize.report import summary_rows
 
 MakeModel = Callable[..., Path]
 TEXT = ("--calibration-samples", "60", "--calibration-seq-len", "32")

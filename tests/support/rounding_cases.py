@@ -25,8 +25,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.model.layouts import compressed_tensors, get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import Scheme, get_scheme
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.stages import Stage, find_stages
 

@@ -8,11 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from minifloat.calibration.magnitudes import channel_section, magnitude_section
-from minifloat.calibration.module_names import group_by_input, joined, running_order
 from minifloat.calibration.rules import HistoryRule, Rule
 from minifloat.calibration.scales import DEFAULT_MIN_TOKENS
 from minifloat.calibration.stats import ActivationStats, KVStats
-from minifloat.calibration.summary import InputSummary, StatsSummary, run_facts, settled_text, summarize
+from minifloat.calibration.summary import (
+    InputSummary,
+    StatsSummary,
+    group_by_input,
+    joined,
+    run_facts,
+    running_order,
+    settled_text,
+    summarize,
+)
 from minifloat.model.architecture.roles import expert_group, fused_group
 from minifloat.numerics.formats import E4M3
 from minifloat.report.document import (

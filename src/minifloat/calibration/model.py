@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from minifloat.calibration.convergence import convergence_report
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import CalibrateOptions
+from minifloat.calibration.scales import convergence_report
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import ActivationStats, ModelIdentity
 from minifloat.checkpoint import Checkpoint

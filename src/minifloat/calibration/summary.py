@@ -11,21 +11,50 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from minifloat._version import __version__
-from minifloat.calibration.convergence import Convergence, ConvergenceReport, convergence_report
-from minifloat.calibration.module_names import group_by_input, joined, running_order
 from minifloat.calibration.rules import HistoryRule, Rule, history_rule
 from minifloat.calibration.scales import (
     DEFAULT_MIN_TOKENS,
+    Convergence,
+    ConvergenceReport,
     KVScales,
     Saturation,
     StaticScales,
     activation_scales,
+    convergence_report,
     kv_scales,
     saturation,
 )
 from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats
 from minifloat.errors import NotCalibratedError, StatsError
-from minifloat.report.text import brief
+from minifloat.model.architecture.roles import fused_group
+from minifloat.report.text import brief, split_layer
+
+#: The linears of a layer in the order in which they run; other linears come after them.
+_LINEARS = ("q", "k", "v", "o", "gate", "w1", "up", "w3", "down", "w2")
+
+
+def running_order(module: str) -> tuple[Any, ...]:
+    """Return a sort key that orders modules as a decoder runs them: by layer, attention first, then experts."""
+    parent, _, leaf = module.rpartition(".")
+    numbered = [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parent.split(".")]
+    role = leaf.removesuffix("_proj")
+    rank = _LINEARS.index(role) if role in _LINEARS else len(_LINEARS)
+    return split_layer(module)[0], "attn" not in parent, numbered, rank, leaf
+
+
+def group_by_input(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Return the modules that share an input, by the name of their group, in the order of `modules`."""
+    groups: dict[str, list[str]] = {}
+    for name in modules:
+        groups.setdefault(fused_group(name), []).append(name)
+    return groups
+
+
+def joined(names: Iterable[str]) -> str:
+    """Return names with a common parent as one text: ``self_attn.q_proj / k_proj / v_proj``."""
+    first, *others = sorted(set(names), key=running_order)
+    return " / ".join([first, *(name.rpartition(".")[2] for name in others)])
+
 
 _NAMES_IN_WARNING = 8
 

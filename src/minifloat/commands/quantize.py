@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from minifloat.calibration.result import Calibration
     from minifloat.checkpoint.progress import Progress
     from minifloat.quantize.data import DataOptions
-    from minifloat.quantize.rounding.budget.target import Budget
+    from minifloat.quantize.options import Budget
 
 
 def _scheme_help() -> str:
@@ -192,7 +192,7 @@ def _budget(params: SimpleNamespace) -> Budget | None:
     """Return the budget of ``--target-bits``, ``--target-bytes`` or ``--max-kl``; None without them."""
     if params.target_bits is None and params.target_bytes is None and params.max_kl is None:
         return None
-    from minifloat.quantize.rounding.budget.target import Budget
+    from minifloat.quantize.options import Budget
 
     return Budget(bits=params.target_bits, nbytes=params.target_bytes, max_kl=params.max_kl)
 
@@ -211,8 +211,7 @@ def _data(params: SimpleNamespace) -> DataOptions | None:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
         return None
     from minifloat.quantize.data import DEFAULT_TEXT, DataOptions
-    from minifloat.quantize.rounding.methods import get_method
-    from minifloat.quantize.rounding.options import DEFAULT_METHOD, RoundingOptions
+    from minifloat.quantize.rounding.methods import DEFAULT_METHOD, RoundingOptions, get_method
 
     text = replace(
         DEFAULT_TEXT,

@@ -25,9 +25,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import Override
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.rounding.budget.search import WithinBudget
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import DEFAULT_ROUNDING, RoundingOptions
+from minifloat.quantize.rounding.budget import WithinBudget
+from minifloat.quantize.rounding.methods import DEFAULT_ROUNDING, RoundingOptions, get_method
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 
 #: Standard errors that the method must be worse by before a source is named.

@@ -17,8 +17,7 @@ from minifloat.model.plan.share import QuantizedShare
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.quantize.convert.document import outcome_lines
 from minifloat.quantize.preview import QuantizePreview
-from minifloat.quantize.report import QuantizeReport
-from minifloat.quantize.rounding_summary import summary_rows
+from minifloat.quantize.report import QuantizeReport, summary_rows
 from minifloat.report import markdown
 from minifloat.report.card import metadata_head, read_card, read_metadata
 from minifloat.report.document import (

@@ -15,11 +15,11 @@ from minifloat.errors import DataError, UsageError
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
+from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
-from minifloat.quantize.rounding.budget.formats import find_formats
-from minifloat.quantize.rounding.budget.search import require_feasible, round_within_budget
-from minifloat.quantize.rounding.budget.target import Budget
+from minifloat.quantize.rounding.budget import require_feasible, round_within_budget
+from minifloat.quantize.rounding.budget_formats import find_formats
 from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved

@@ -162,7 +162,7 @@ def _write_small_files(run: PlannedRun, names: EngineNames, writer: CheckpointWr
     writer.write_file(CARD_FILE, model_card(checkpoint, report, run.engines, run.planner.options.base_model).encode())
     writer.write_file(CONFIG_FILE, encode_json(config))
     if run.rounded is not None and run.rounded.within is not None:
-        from minifloat.quantize.rounding.budget.search import budget_chart
+        from minifloat.quantize.rounding.budget import budget_chart
 
         writer.write_file(BUDGET_CHART, budget_chart(run.rounded.within).encode())
 

@@ -18,9 +18,8 @@ from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.damage import GroupsToMeasure
-from minifloat.quantize.rounding.divergence import token_kl
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.damage import GroupsToMeasure, token_kl
+from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import round_checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import NonFiniteError
-from minifloat.quantize.rounding.divergence import measure_divergence
+from minifloat.quantize.rounding.damage import measure_divergence
 
 
 def make_logits(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.quantize.rounding import walk
-from minifloat.quantize.rounding.finished_modules import FinishedModule, FinishedModules, find_finished_modules
+from minifloat.quantize.rounding.stages import FinishedModule, FinishedModules, find_finished_modules
 
 #: Model type -> config beyond the common sizes, and the closed modules with their linears.
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {

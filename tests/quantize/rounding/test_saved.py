@@ -20,8 +20,7 @@ from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.rounding.collect import collect_hessians
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_saved
 from minifloat.quantize.rounding.saved import SavedHessians, pack_symmetric, unpack_symmetric
 

@@ -27,8 +27,7 @@ from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounding import tuning
-from minifloat.quantize.rounding.methods import get_method
-from minifloat.quantize.rounding.options import RoundingOptions, TuneOptions
+from minifloat.quantize.rounding.methods import RoundingOptions, TuneOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.student import LatentWeight, Student, cells
 from minifloat.quantize.rounding.tuning import tune, tune_cost

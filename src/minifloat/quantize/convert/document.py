@@ -12,7 +12,7 @@ from minifloat.deploy.check.deployment import Reports, engine_tags, library_name
 from minifloat.deploy.check.document import DEPLOYMENT, MODEL, deployment_section, verdict_section
 from minifloat.model.layouts import TARGETS
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.quantize.convert.report import ConvertedTensor, ConvertReport
+from minifloat.quantize.convert.plan import ConvertedTensor, ConvertReport
 from minifloat.report import markdown
 from minifloat.report.card import read_card, read_metadata, replace_metadata, without_section
 from minifloat.report.document import Bullets, Code, Column, Document, Section, Table, Text, columns, section

@@ -39,11 +39,19 @@ from minifloat.deploy.check.document import MODEL
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
 from minifloat.model.layouts.values import widen
-from minifloat.quantize.convert.dequantize_plan import make_dequantize_plan
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
-from minifloat.quantize.convert.plan import Change, Conversion, ConvertPlan, check_output, warnings_of
-from minifloat.quantize.convert.report import TENSOR_ROW, ConvertedTensor, ConvertReport
+from minifloat.quantize.convert.plan import (
+    TENSOR_ROW,
+    Change,
+    Conversion,
+    ConvertedTensor,
+    ConvertPlan,
+    ConvertReport,
+    check_output,
+    make_dequantize_plan,
+    warnings_of,
+)
 from minifloat.quantize.options import ConvertOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded

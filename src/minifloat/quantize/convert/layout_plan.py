@@ -28,11 +28,11 @@ from minifloat.quantize.convert.plan import (
     Change,
     Conversion,
     ConvertPlan,
+    Rounding,
     describe_quantized,
     require_tensor,
     with_copies,
 )
-from minifloat.quantize.convert.report import Rounding
 
 
 class Reciprocal(NamedTuple):

@@ -18,8 +18,7 @@ from minifloat.calibration.data import CalibrationSet, SourceLike
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.storage import TensorFile
-from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, OpenLayer
-from minifloat.calibration.layerwise.work_folder import LayerWork
+from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, LayerWork, OpenLayer
 from minifloat.calibration.model import CalibrationModel, check_data
 from minifloat.calibration.options import DEFAULT_OPTIONS, CalibrateOptions
 from minifloat.calibration.stats import ModelIdentity
@@ -29,7 +28,6 @@ from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError, UsageError
 from minifloat.quantize.own_text import prepare_texts
-from minifloat.quantize.rounding.input_quantizer import largest_inputs
 from minifloat.quantize.rounding.layer_fold import FoldSample
 from minifloat.quantize.rounding.saved import (
     HESSIANS_FORMAT,
@@ -39,7 +37,7 @@ from minifloat.quantize.rounding.saved import (
     layer_path,
     pack_symmetric,
 )
-from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, pair
+from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, largest_inputs, pair
 from minifloat.quantize.rounding.stages import Stage, find_stages
 from minifloat.quantize.rounding.statistics import (
     HELD_OUT_ROWS,

@@ -1,20 +1,95 @@
 """The damage of each group of weights to a quantized model, measured while the walk quantizes it.
 
-Two more streams of hidden states go through the layers for each group.
+Two more streams of hidden states go through the layers for each group: in one the group alone has its original weights
+in the quantized model ("given back"), in the other it alone is quantized in the original model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from minifloat.calibration.layerwise.storage import StoredTensor
+from minifloat.errors import NonFiniteError
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.rounding.divergence import KLMeans, token_kl
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Means over the tokens of held-out text."""
+
+    tokens: int
+    nearest: float  # KL(original || rounded to nearest), in nats per token
+    method: float  # KL(original || rounded by the method), in nats per token
+    nearest_error: float | None  # standard error of `nearest`, from the means of the sequences; None: there is only one
+    method_error: float | None
+    nearest_by_sequence: tuple[float, ...] = ()
+    method_by_sequence: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        sequences = {
+            "nearest_by_sequence": [*self.nearest_by_sequence],
+            "method_by_sequence": [*self.method_by_sequence],
+        }
+        return asdict(self) | sequences
+
+
+@dataclass
+class KLMeans:
+    """KL per token, as means over sequences."""
+
+    tokens: list[int] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+
+    def add(self, divergences: Tensor) -> None:
+        """Add sequences of one length, ``[B, T]``."""
+        self.tokens += [divergences.shape[1]] * divergences.shape[0]
+        self.means += divergences.double().mean(1).tolist()
+
+    @property
+    def mean(self) -> float:
+        """The mean over all tokens."""
+        return sum(value * count for value, count in zip(self.means, self.tokens, strict=True)) / max(self.total, 1)
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of `mean`, from the means of the sequences; None if there is one sequence."""
+        if len(self.means) < 2:
+            return None
+        center = self.mean
+        return math.sqrt(sum((value - center) ** 2 for value in self.means) / (len(self.means) - 1) / len(self.means))
+
+    @property
+    def total(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(self.tokens)
+
+
+@torch.inference_mode()
+def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Divergence:
+    """Return the divergence over some sequences."""
+    nearest, method = KLMeans(), KLMeans()
+    for original, *others in logits:
+        for candidate, means in zip(others, (nearest, method), strict=True):
+            means.add(token_kl(original, candidate)[None])
+            if not math.isfinite(means.means[-1]):
+                raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(means.means) - 1}")
+    by_sequence = (tuple(nearest.means), tuple(method.means))
+    return Divergence(nearest.total, nearest.mean, method.mean, nearest.error, method.error, *by_sequence)
+
+
+def token_kl(original: Tensor, candidate: Tensor) -> Tensor:
+    """Return KL(original || candidate) in nats of each token, ``[T]``, from logits ``[T, V]``."""
+    base, other = original.float().log_softmax(-1), candidate.float().log_softmax(-1)
+    return torch.nn.functional.kl_div(other, base, reduction="none", log_target=True).sum(-1)
+
 
 #: Held-out tokens that go through the model twice per group.
 _TOKENS = 4096

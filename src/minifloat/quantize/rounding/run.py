@@ -17,7 +17,7 @@ from torch import Tensor
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
-from minifloat.calibration.layerwise.work_folder import LayerWork
+from minifloat.calibration.layerwise.walk import LayerWork
 from minifloat.calibration.model import CalibrationModel, check_data
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
@@ -27,12 +27,12 @@ from minifloat.errors import StatsError, UsageError
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.rounding.damage import GroupsToMeasure
 from minifloat.quantize.rounding.folding import powers_of_two
-from minifloat.quantize.rounding.input_quantizer import InputQuantizer
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import LayerFold
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, RoundedModel, layer_content
 from minifloat.quantize.rounding.saved import SavedHessians, SavedLayer
+from minifloat.quantize.rounding.stage_inputs import InputQuantizer
 from minifloat.quantize.rounding.statistics import Rows, Statistics, filled_up, mean_hessian
 from minifloat.quantize.rounding.tuning import require_memory, tune, tune_cost
 from minifloat.quantize.rounding.walk import RoundingWalk

@@ -27,10 +27,9 @@ from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.roles import text_config
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.divergence import KLMeans
+from minifloat.quantize.rounding.damage import KLMeans
 from minifloat.quantize.rounding.layer import tensor_bytes
-from minifloat.quantize.rounding.methods import error_of
-from minifloat.quantize.rounding.options import TuneOptions
+from minifloat.quantize.rounding.methods import TuneOptions, error_of
 from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
 from minifloat.quantize.rounding.student import Student
 

@@ -16,23 +16,18 @@ from torch import Tensor
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
-from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, OpenLayer
-from minifloat.calibration.layerwise.work_folder import LayerWork
-from minifloat.calibration.measure import head_amax
-from minifloat.calibration.observe import KVObserver
+from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, LayerWork, OpenLayer
+from minifloat.calibration.observe import KVObserver, head_amax
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.rounding.damage import DamageStreams, GroupsToMeasure, Places
-from minifloat.quantize.rounding.divergence import Divergence, measure_divergence
-from minifloat.quantize.rounding.finished_modules import FinishedModules, find_finished_modules
-from minifloat.quantize.rounding.input_quantizer import InputQuantizer
+from minifloat.quantize.rounding.damage import DamageStreams, Divergence, GroupsToMeasure, Places, measure_divergence
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
-from minifloat.quantize.rounding.options import RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.rounded_model import layer_content
-from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, pair
-from minifloat.quantize.rounding.stages import Stage, find_stages
+from minifloat.quantize.rounding.stage_inputs import InputQuantizer, StageInputs, StageReader, StoredStageInputs, pair
+from minifloat.quantize.rounding.stages import FinishedModules, Stage, find_finished_modules, find_stages
 from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, ExpertRows, Sample, filled_statistics
 
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from minifloat.quantize.rounding.budget.knapsack import Frontier
+from minifloat.quantize.rounding.budget import Frontier
 
 
 def random_options(seed: int, unit: int) -> tuple[list[list[int]], list[list[float]]]:
