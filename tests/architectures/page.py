@@ -60,7 +60,8 @@ def page_lines(rows: Sequence[Row], source: str) -> list[str]:
         "| quantize | every quantized weight lies near its place in the source, all other tensors are copied |",
         "| load | logits of `minifloat.load`, weight-only |",
         "| dequantize | logits of plain transformers on the output of `convert --dequantize` |",
-        "| transformers | logits of plain transformers on the quantized checkpoint; *no*: the rule of `check` that says so |",
+        "| transformers | logits of plain transformers on the quantized checkpoint; "
+        "*no*: the rule of `check` that says so |",
         "| check | its verdict against what happened, for transformers and for minifloat |",
         "| engine | greedy tokens of the engine on the last scheme |",
         "| calibrate | the amax of the input of every quantized weight, against what torch multiplies |",
