@@ -27,7 +27,7 @@ import instruction_sets
 from decode_engines import Engine, Ours, Peer, Sizes
 
 from minifloat.errors import MinifloatError
-from minifloat.evaluate.bench.doubts import CpuTime, MachineUse
+from minifloat.evaluate.bench.figures import CpuTime, MachineUse
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.kernels.bandwidth import read_bandwidth
 from minifloat.kernels.processors import bound_spin

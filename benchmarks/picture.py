@@ -31,9 +31,8 @@ from minifloat import SCHEMES, CompareOptions, compare_models, quantize_checkpoi
 from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
-from minifloat.evaluate.bench import bench_checkpoint
-from minifloat.evaluate.bench.doubts import CpuTime, MachineUse
-from minifloat.evaluate.bench.figures import spread
+from minifloat.evaluate.bench.figures import CpuTime, MachineUse, spread
+from minifloat.evaluate.bench.gains import bench_checkpoint
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.numerics.scheme import get_scheme

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.evaluate.bench.shapes import write_random
-from minifloat.evaluate.bench.workload import TimingRecorder, Workload
+from minifloat.evaluate.bench.worker import BatchTimings
+from minifloat.evaluate.bench.workload import Workload
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -39,7 +40,7 @@ INPUT = 8
 
 def median_step(engine: Engine, load: Workload, batch: int, params: SamplingParams) -> tuple[float, float]:
     """Return the seconds of a step in which each sequence gets a token: as the engine reports it, and by the clock."""
-    recorder = TimingRecorder()
+    recorder = BatchTimings()
     walls = []
     for number in range(load.rounds + 1):
         engine.observer = recorder if number else None

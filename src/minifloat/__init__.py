@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from minifloat.deploy.publish import PushReport, push_checkpoint
     from minifloat.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
     from minifloat.errors import MinifloatError
-    from minifloat.evaluate.bench import BenchOptions, GainsReport, Workload, bench_checkpoint
+    from minifloat.evaluate.bench.figures import GainsReport
+    from minifloat.evaluate.bench.gains import bench_checkpoint
+    from minifloat.evaluate.bench.workload import BenchOptions, Workload
     from minifloat.evaluate.checkpoint_report import write_report
     from minifloat.evaluate.compare import (
         CompareOptions,
@@ -89,7 +91,7 @@ _EXPORTS = {
     "Diagnosis": "minifloat.deploy.diagnosis",
     "Engine": "minifloat.engine",
     "EngineOptions": "minifloat.engine",
-    "GainsReport": "minifloat.evaluate.bench",
+    "GainsReport": "minifloat.evaluate.bench.figures",
     "Inspection": "minifloat.model.layouts.inspection",
     "LoadOptions": "minifloat.model.runtime.load",
     "MinifloatError": "minifloat.errors",
@@ -111,7 +113,7 @@ _EXPORTS = {
     "TextOptions": "minifloat.calibration.options",
     "Tolerance": "minifloat.evaluate.compare",
     "Workload": "minifloat.evaluate.bench.workload",
-    "bench_checkpoint": "minifloat.evaluate.bench",
+    "bench_checkpoint": "minifloat.evaluate.bench.gains",
     "calibrate": "minifloat.calibration.calibrate",
     "chat": "minifloat.serve.client",
     "check_checkpoint": "minifloat.deploy.check",

@@ -12,7 +12,7 @@ import pytest
 from comparisons import full_candidate, hostile_comparison, make_candidate, make_comparison
 from gains import make_gains
 
-from minifloat.evaluate.bench.gains import GainsReport
+from minifloat.evaluate.bench.figures import GainsReport
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.report.json_values import from_values, to_values
 

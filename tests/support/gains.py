@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minifloat.evaluate.bench.figures import BatchFigures
-from minifloat.evaluate.bench.gains import EngineFigures, GainsReport
+from minifloat.evaluate.bench.figures import BatchFigures, EngineFigures, GainsReport
 from minifloat.evaluate.bench.workload import Workload
 
 GIB = 1 << 30

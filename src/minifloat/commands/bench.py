@@ -90,8 +90,8 @@ def bench(
     llama-1b, qwen3-0.6b, llama-8b or tinyllama-1.1b, with random weights, in BF16 and in --scheme.
     """
     from minifloat.commands.progress import progress_bar
-    from minifloat.evaluate.bench import bench_checkpoint
     from minifloat.evaluate.bench.document import document
+    from minifloat.evaluate.bench.gains import bench_checkpoint
     from minifloat.evaluate.bench.shapes import model_pair
 
     if (shape is None) == (out is None) or (out is None) != (baseline is None):

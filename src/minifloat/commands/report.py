@@ -12,7 +12,7 @@ from minifloat.commands.options import FOLDER
 from minifloat.errors import MinifloatError, UsageError
 
 if TYPE_CHECKING:
-    from minifloat.evaluate.bench import GainsReport
+    from minifloat.evaluate.bench.figures import GainsReport
     from minifloat.evaluate.compare import Comparison
     from minifloat.report.document import Document
 

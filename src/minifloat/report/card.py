@@ -26,7 +26,6 @@ _HEAD = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$\n?", re.DOTALL | re.
 
 
 def metadata_head(values: Mapping[str, Any]) -> str:
-    """Return the head of a card: the values in their order, as YAML."""
     from huggingface_hub.utils import yaml_dump
 
     return f"---\n{yaml_dump(dict(values), sort_keys=False)}---\n"
@@ -67,7 +66,6 @@ def replace_metadata(card: str, values: Mapping[str, Any]) -> str:
 
 
 def read_card(folder: Path) -> bytes:
-    """Return the card of a checkpoint."""
     return read_small(folder, CARD_FILE, _LARGEST_CARD, CheckpointError)
 
 

@@ -26,8 +26,6 @@ class On(enum.Flag):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One part of a document."""
-
     on: On = On.ALL
 
 
@@ -63,15 +61,11 @@ class Text(Block):
 
 @dataclass(frozen=True)
 class Bullets(Block):
-    """A list of sentences."""
-
     items: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Facts(Block):
-    """Names with their values."""
-
     pairs: Sequence[tuple[str, str]]
 
 
@@ -101,8 +95,6 @@ class Alert(Block):
 
 @dataclass(frozen=True)
 class Code(Block):
-    """Text to copy, such as a command."""
-
     text: str
     language: str = ""
 
@@ -133,8 +125,6 @@ class Section(Block):
 
 @dataclass(frozen=True)
 class Document:
-    """All that a result says."""
-
     title: str
     blocks: Sequence[Block]
 
@@ -188,8 +178,6 @@ class Series(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar, with the text at its end."""
-
     label: str
     value: float
     text: str
@@ -220,8 +208,6 @@ Mark = tuple[float, str]
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over a common x."""
-
     series: Sequence[Series]
     x: Axis
     y: Axis
@@ -231,8 +217,6 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars from 0."""
-
     bars: Sequence[Bar]
     axis: Axis
     mark: Mark | None = None
@@ -292,11 +276,9 @@ class ShortReport(ABC):
         """Return what a reader wants to know first, by its name: at most eight short texts."""
 
     def __repr__(self) -> str:
-        """Return one line: the class and the headline."""
         return f"{type(self).__name__}({', '.join(f'{name}: {text}' for name, text in self.headline().items())})"
 
     def _repr_html_(self) -> str:
-        """Return a table of the headline, which notebooks show."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
             f"<td style='text-align:left'>{html.escape(text)}</td></tr>"

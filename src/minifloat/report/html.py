@@ -38,7 +38,6 @@ _HAS_DIGIT = re.compile(r"\d")
 
 
 def write(document: Document) -> str:
-    """Return the whole HTML page."""
     title = escape(document.title)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -49,7 +48,6 @@ def write(document: Document) -> str:
 
 
 def _color_variables(colors: Sequence[str]) -> str:
-    """Return CSS that sets the colours of the series."""
     return "".join(f"--series-{index}:{color};" for index, color in enumerate(colors, 1))
 
 

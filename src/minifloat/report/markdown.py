@@ -43,7 +43,6 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def write(document: Document) -> str:
-    """Return the digest of a document as Markdown, without its title."""
     return "\n".join(_lines(document.blocks, 2)).rstrip("\n") + "\n"
 
 
@@ -54,7 +53,6 @@ def write_section(name: str, document: Document) -> str:
 
 
 def _lines(blocks: Iterable[Block], level: int) -> Iterator[str]:
-    """Yield the lines of blocks, with an empty line after each."""
     for block in shown(blocks, On.CARD):
         match block:
             case Section():

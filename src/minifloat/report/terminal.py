@@ -37,7 +37,6 @@ def make_console() -> Console:
 
 
 def write(document: Document, console: Console | None = None) -> None:
-    """Print what a document says on a terminal."""
     _Printer(console or make_console()).print_blocks(document.blocks)
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.evaluate.bench.doubts import CpuTime, MachineUse
-from minifloat.evaluate.bench.figures import BatchFigures, spread
-from minifloat.evaluate.bench.gains import EngineFigures, GainsReport
+from minifloat.evaluate.bench.figures import BatchFigures, CpuTime, EngineFigures, GainsReport, MachineUse, spread
 from minifloat.evaluate.bench.workload import Workload
 
 QUIET = MachineUse(others=0.01, stolen=0.0)

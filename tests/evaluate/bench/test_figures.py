@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from minifloat.evaluate.bench.figures import StepBytes, batch_figures, decode_seconds, metrics, percentile, prefill_rate
-from minifloat.evaluate.bench.workload import BatchTimings, EngineStep, Workload
+from minifloat.evaluate.bench.figures import batch_figures, decode_seconds, metrics, prefill_rate
+from minifloat.evaluate.bench.worker import BatchTimings, EngineStep
+from minifloat.evaluate.bench.workload import Workload
 
+INFO = {"step_bytes": 1000, "kv_bytes_per_token": 25}
 #: Two prompts of 8 tokens, computed in chunks; the first sequence decodes in the same step as the second's last chunk.
 SAMPLE = BatchTimings(
     seconds=1.0,
-    steps=(
+    steps=[
         EngineStep(6, 0, 0.2),
         EngineStep(4, 1, 0.2),
         EngineStep(6, 2, 0.15),
         EngineStep(0, 2, 0.1),
         EngineStep(0, 2, 0.12),
         EngineStep(0, 1, 0.05),
-    ),
-    ttfts=(0.4, 0.55),
-    itls=(0.15, 0.1, 0.12, 0.1, 0.12, 0.05),
-    tpots=(0.12, 0.09),
-    e2els=(0.77, 0.82),
+    ],
+    ttfts=[0.4, 0.55],
+    itls=[0.15, 0.1, 0.12, 0.1, 0.12, 0.05],
+    tpots=[0.12, 0.09],
+    e2els=[0.77, 0.82],
     input_tokens=16,
     output_tokens=8,
 )
@@ -37,13 +38,13 @@ def test_the_decode_step_is_one_in_which_all_sequences_get_a_token_and_no_prompt
 
 
 def test_with_drafts_it_is_the_mean_time_of_a_token_of_each() -> None:
-    steps = (
+    steps = [
         EngineStep(6, 2, 0.3),
         EngineStep(0, 6, 0.12, draft_tokens=8),
         EngineStep(0, 2, 0.08),
         EngineStep(0, 4, 0.12, draft_tokens=6),
         EngineStep(0, 1, 0.05),  # one sequence has ended
-    )
+    ]
     assert decode_seconds(replace(SAMPLE, steps=steps), 2) == pytest.approx((0.12 + 0.08 + 0.12) / 6)
 
 
@@ -67,15 +68,9 @@ def test_latencies_have_the_names_of_vllms_benchmark(name: str) -> None:
     assert {f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p99")} <= metrics([SAMPLE]).keys()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 99, 250])
-def test_percentiles_equal_numpys(count: int) -> None:
-    values = list(np.random.default_rng(count).exponential(size=count))
-    assert percentile(values, 99) == pytest.approx(float(np.percentile(values, 99)))
-
-
 def test_the_bound_is_the_time_to_read_the_bytes_of_a_step() -> None:
     # 1000 bytes of weights and 2 sequences of 8 .. 12 tokens, 10 on average, of 25 bytes each.
-    figures = batch_figures([SAMPLE], 2, Workload(8, 4), StepBytes(1000, 25), [15_000.0])
+    figures = batch_figures([SAMPLE], 2, Workload(8, 4), INFO, [15_000.0])
     assert figures.bound_ms == (100.0,)
     assert figures.bandwidth_share == pytest.approx(100 / 110)
     assert figures.bound_throughput == pytest.approx(20.0)
@@ -83,8 +78,8 @@ def test_the_bound_is_the_time_to_read_the_bytes_of_a_step() -> None:
 
 
 def test_without_a_bandwidth_or_a_pure_decode_step_there_is_no_bandwidth_share() -> None:
-    assert batch_figures([SAMPLE], 2, Workload(8, 4), StepBytes(1000, 25), []).bandwidth_share is None
-    mixed = batch_figures([SAMPLE], 3, Workload(8, 4), StepBytes(1000, 25), [1.0])
+    assert batch_figures([SAMPLE], 2, Workload(8, 4), INFO, []).bandwidth_share is None
+    mixed = batch_figures([SAMPLE], 3, Workload(8, 4), INFO, [1.0])
     assert mixed.bandwidth_share is None
     assert mixed.decode_throughput is None
     assert mixed.to_dict()["decode_step_ms_spread"] is None

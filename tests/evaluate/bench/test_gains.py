@@ -17,8 +17,10 @@ from huggingface_hub import ModelCard
 from minifloat import Checkpoint, Engine, EngineOptions, SamplingParams, quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import DestinationError, MinifloatError, UnknownNameError
-from minifloat.evaluate.bench import GainsReport, bench_checkpoint, shapes
+from minifloat.evaluate.bench import shapes
 from minifloat.evaluate.bench.document import document
+from minifloat.evaluate.bench.figures import GainsReport
+from minifloat.evaluate.bench.gains import bench_checkpoint
 from minifloat.evaluate.bench.worker import Worker, peak_rss
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.report import markdown
@@ -76,7 +78,7 @@ def measured(llama_folder: Path, quantized: Path, tmp_path_factory: pytest.TempP
     with pytest.MonkeyPatch.context() as patch:
         set_environment(patch)
         patch.setattr("minifloat.evaluate.bench.gains._PROBE_BYTES", 1 << 20)
-        patch.setattr("minifloat.evaluate.bench.bench_checkpoint", recording_bench)
+        patch.setattr("minifloat.evaluate.bench.gains.bench_checkpoint", recording_bench)
         result = run(quantized, "--baseline", llama_folder, *sizes, *batches, *outputs)
     assert result.exit_code == 0, result.output
     return Measured(reports[0], result, folder)

@@ -6,7 +6,7 @@ from gains import GIB, make_engine, make_gains
 from pages import captions, loads_nothing, rows, sections, text_of
 
 from minifloat.evaluate.bench.document import document, gain_rows, gain_sentences
-from minifloat.evaluate.bench.gains import GainsReport
+from minifloat.evaluate.bench.figures import GainsReport
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.report import html
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from engine_clock import EngineClock
 
 from minifloat.engine import Engine, EngineOptions, StepStats, Timings, TokenUsage
 from minifloat.errors import UsageError
-from minifloat.evaluate.bench.workload import BatchTimings, TimingRecorder, Workload, run_batch
+from minifloat.evaluate.bench.worker import BatchTimings, run_batch
+from minifloat.evaluate.bench.workload import Workload
+from minifloat.report.json_values import from_values
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,7 @@ def engine(llama_folder: Path) -> Engine:
     )
 
 
-class CallRecorder(TimingRecorder):
+class CallRecorder(BatchTimings):
     """A recorder that also keeps the arguments of its calls."""
 
     def __init__(self) -> None:
@@ -47,8 +50,8 @@ def test_every_token_of_prompts_and_outputs_is_in_the_steps(engine: Engine) -> N
 def test_the_times_of_a_request_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     EngineClock(engine, monkeypatch)
     sample = run_batch(engine, Workload(10, 6).prompts(0, 1, 256), 6)
-    assert sample.ttfts == (0.5,)  # a prompt of 10 tokens takes two steps of 8
-    assert sample.itls == (0.25,) * 5
+    assert sample.ttfts == [0.5]  # a prompt of 10 tokens takes two steps of 8
+    assert sample.itls == [0.25] * 5
     assert sample.ttfts[0] + sum(sample.itls) == sample.e2els[0] == sample.seconds
     assert sample.tpots[0] == sum(sample.itls) / 5
     assert [step.seconds for step in sample.steps] == [0.25] * 7
@@ -57,17 +60,17 @@ def test_the_times_of_a_request_add_up(engine: Engine, monkeypatch: pytest.Monke
 
 def test_the_recorder_keeps_the_times_that_the_engine_reports(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = CallRecorder()
-    monkeypatch.setattr("minifloat.evaluate.bench.workload.TimingRecorder", lambda: recorder)
+    monkeypatch.setattr("minifloat.evaluate.bench.worker.BatchTimings", lambda: recorder)
     sample = run_batch(engine, Workload(10, 4).prompts(0, 2, 256), 4)
     stats = [call for call in recorder.calls if isinstance(call, StepStats)]
     assert [step.seconds for step in sample.steps] == [call.seconds for call in stats]
     ended = [call for call in recorder.calls if not isinstance(call, StepStats)]
     assert [reason for reason, _, _ in ended] == ["length", "length"]
-    assert list(sample.e2els) == [timings.finished - timings.arrived for _, timings, _ in ended]
+    assert sample.e2els == [timings.finished - timings.arrived for _, timings, _ in ended]
 
 
 def test_the_engines_own_observer_is_restored(engine: Engine) -> None:
-    observer = TimingRecorder()
+    observer = BatchTimings()
     engine.observer = observer
     run_batch(engine, Workload(4, 2).prompts(0, 1, 256), 2)
     assert engine.observer is observer
@@ -77,7 +80,7 @@ def test_the_engines_own_observer_is_restored(engine: Engine) -> None:
 
 def test_batch_timings_survive_json(engine: Engine) -> None:
     sample = run_batch(engine, Workload(4, 3).prompts(0, 2, 256), 3)
-    assert BatchTimings.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
+    assert from_values(BatchTimings, json.loads(json.dumps(asdict(sample)))) == sample
 
 
 def test_prompts_depend_on_round_and_seed_and_are_repeatable() -> None:

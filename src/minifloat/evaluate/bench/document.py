@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from minifloat.evaluate.bench.figures import BatchFigures, spread
-from minifloat.evaluate.bench.gains import EngineFigures, GainsReport
+from minifloat.evaluate.bench.figures import BatchFigures, EngineFigures, GainsReport, spread
 from minifloat.report.document import (
     Alert,
     Axis,
@@ -40,7 +39,6 @@ _NOTE = (
 
 
 def document(report: GainsReport) -> Document:
-    """Return the gains first, then all latencies, and how they were measured."""
     return Document(
         f"What was gained: {report.candidate.info['name']} against {report.baseline.info['name']}",
         [gains_section(report, on=On.PAGE), *detail_sections(report)],
@@ -52,7 +50,6 @@ def _pair(report: GainsReport) -> tuple[tuple[str, EngineFigures], tuple[str, En
 
 
 def gains_section(report: GainsReport, *, on: On = On.ALL) -> Section:
-    """Return memory, load time and latency of both models, as a table, sentences and a chart."""
     doubts = f"Not to be quoted: {' '.join(report.doubts)}"
     return section(
         "What was gained",
@@ -65,7 +62,6 @@ def gains_section(report: GainsReport, *, on: On = On.ALL) -> Section:
 
 
 def gain_rows(report: GainsReport) -> list[list[str]]:
-    """Return rows of the quantity, its value in both models and the gain."""
     gains, engines = report.gains, (report.baseline, report.candidate)
     rows = _memory_rows(report)
     for batch in report.workload.batch_sizes:
@@ -157,7 +153,6 @@ def _points(engine: EngineFigures, batches: Sequence[int], name: str) -> list[tu
 
 
 def detail_sections(report: GainsReport) -> list[Section]:
-    """Return the memory, all latencies, and what was run."""
     return [
         section("", Text(_run_line(report)), on=On.TERMINAL),
         section("Memory", _memory_table(report), on=On.TERMINAL | On.CARD),

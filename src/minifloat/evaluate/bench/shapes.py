@@ -57,7 +57,6 @@ class Shape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The checkpoint's config.json."""
         return {
             "architectures": ["LlamaForCausalLM" if self.model_type == "llama" else "Qwen3ForCausalLM"],
             "model_type": self.model_type,
@@ -79,7 +78,6 @@ class Shape:
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
-        """All tensors, in the order of the model."""
         return tensors_of(self.config, Path())
 
 
@@ -93,12 +91,10 @@ SHAPES = {
 
 
 def get_shape(name: str) -> Shape:
-    """Return the shape of that name."""
     return lookup("shape", name, SHAPES)
 
 
 def write_random(destination: str | os.PathLike[str], shape: Shape, *, seed: int = 0) -> Path:
-    """Write a BF16 checkpoint with random weights."""
     tensors = shape.tensors
     facts = json.dumps([asdict(shape), seed])
     fingerprint = hashlib.sha256(facts.encode()).hexdigest()
@@ -157,10 +153,7 @@ def _values(tensor: OutputTensor, pool: npt.NDArray[np.uint16], start: int) -> I
 
 
 def _tokenizer(vocab: int) -> dict[str, bytes]:
-    """Return the files of a byte tokenizer, filled up with longer words to the size of the vocabulary.
-
-    Text is encoded as bytes only; the longer words give every token that a random model outputs a text of its own.
-    """
+    """Return the files of a byte tokenizer, filled up with longer words to the size of the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

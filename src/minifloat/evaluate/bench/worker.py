@@ -1,8 +1,8 @@
-"""A worker process with one engine, which runs batches on request.
+"""A process with one engine, which runs batches of prompts on request, and the times that the engine reports of them.
 
 Each engine has a process of its own, because peak memory is known only per process, and because a second engine would
-reuse memory that the first left in the allocators. The process reads JSON from its input, one object per line: first
-the options of the engine, then batches. It answers each line with one line, and ends with its input.
+reuse memory that the first left in the allocators. The process answers each line of its input, a JSON object, with a
+line: first the options of the engine, then batches.
 """
 
 from __future__ import annotations
@@ -13,16 +13,82 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minifloat.errors import MinifloatError
-from minifloat.evaluate.bench.workload import BatchTimings, run_batch
 from minifloat.kernels.processors import bound_spin
+from minifloat.report.json_values import from_values
+
+if TYPE_CHECKING:
+    from minifloat.engine import Engine, StepStats, Timings, TokenUsage
 
 _COMMAND = f"from {__name__} import main; main()"
 _STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """Tokens and seconds of one step of the engine, from `minifloat.engine.StepStats`."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    seconds: float
+    draft_tokens: int = 0
+
+
+@dataclass
+class BatchTimings:
+    """Times of one batch in seconds, from its arrival to its last token; an observer that the engine reports to."""
+
+    seconds: float = 0.0
+    steps: list[EngineStep] = field(default_factory=list)
+    ttfts: list[float] = field(default_factory=list)
+    itls: list[float] = field(default_factory=list)
+    tpots: list[float] = field(default_factory=list)
+    e2els: list[float] = field(default_factory=list)
+    input_tokens: int = 0
+    output_tokens: int = 0
+    failed: int = 0
+
+    def step(self, stats: StepStats) -> None:
+        drafts = 0 if stats.speculation is None else stats.speculation.draft_tokens
+        self.steps.append(EngineStep(stats.prompt_tokens, stats.generation_tokens, stats.seconds, drafts))
+
+    def token(self, since_previous: float) -> None:
+        self.itls.append(since_previous)
+
+    def first_token(self, seconds: float) -> None:
+        self.ttfts.append(seconds)
+
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
+        if reason != "length" or timings.finished is None or timings.first_token is None:
+            self.failed += 1
+            return
+        self.input_tokens += usage.prompt_tokens
+        self.output_tokens += usage.completion_tokens
+        self.e2els.append(timings.finished - timings.arrived)
+        self.tpots.append((timings.finished - timings.first_token) / max(usage.completion_tokens - 1, 1))
+
+
+def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> BatchTimings:
+    """Run prompts together on an otherwise idle engine, and return their times."""
+    from minifloat.engine import SamplingParams
+
+    timings = BatchTimings()
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    before, engine.observer = engine.observer, timings
+    try:
+        completions = engine.generate(prompts, params)
+    finally:
+        engine.observer = before
+    if timings.failed:
+        raise RuntimeError(f"{timings.failed} of {len(prompts)} requests did not run to their end")
+    finished = [entry.timings.finished for entry in completions if entry.timings.finished is not None]
+    timings.seconds = max(finished) - min(entry.timings.arrived for entry in completions)
+    return timings
 
 
 class Worker:
@@ -48,23 +114,18 @@ class Worker:
         self.close()
 
     def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> BatchTimings:
-        """Run prompts together, as `run_batch` does, and return their times."""
-        return BatchTimings.from_dict(
-            self._ask({"prompts": [list(prompt) for prompt in prompts], "output_len": output_len})
-        )
+        question = {"prompts": [list(prompt) for prompt in prompts], "output_len": output_len}
+        return from_values(BatchTimings, self._ask(question))
 
     @property
     def process_id(self) -> int:
-        """The id of the process."""
         return self._process.pid
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the process."""
         answer: dict[str, Any] = self._ask({})
         return answer
 
     def close(self) -> None:
-        """End the process."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None and not stream.closed:
                 stream.close()
@@ -94,11 +155,8 @@ class Worker:
 
 
 def peak_rss() -> int:
-    """Return the peak resident memory of this process in bytes.
-
-    On Linux `ru_maxrss` includes the memory of the parent before `exec`; the status file does not.
-    """
-    if _STATUS.exists():
+    """Return the peak resident memory of this process in bytes."""
+    if _STATUS.exists():  # on Linux `ru_maxrss` includes the memory of the parent before `exec`
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) << 10
@@ -125,7 +183,7 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         try:
-            answer({"answer": run_batch(engine, **question).to_dict() if question else _state(engine)})
+            answer({"answer": asdict(run_batch(engine, **question)) if question else _state(engine)})
         except MinifloatError as error:
             answer({"error": str(error)})
 

@@ -21,7 +21,7 @@ from minifloat.report import html
 from minifloat.report.document import Bullets, Code, Document, On, Section, Text, section
 
 if TYPE_CHECKING:
-    from minifloat.evaluate.bench.gains import GainsReport
+    from minifloat.evaluate.bench.figures import GainsReport
     from minifloat.evaluate.compare.result import Comparison
 
 __all__ = ["PAGE_FILE", "Results", "document", "draw_results", "has_report", "read_results", "write_report"]
@@ -51,7 +51,6 @@ def write_report(folder: str | os.PathLike[str], result: Comparison | GainsRepor
 
 
 def draw_results(results: Results) -> Path:
-    """Write report.html beside the checkpoint that the results are of, and return its path."""
     path = results.path / PAGE_FILE
     with written_whole(path) as file:
         file.write(html.write(document(results)).encode())

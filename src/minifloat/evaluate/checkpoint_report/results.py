@@ -18,7 +18,7 @@ from minifloat.errors import CheckpointError
 from minifloat.report.json_values import from_values, to_values
 
 if TYPE_CHECKING:  # the package `compare` imports torch, which `quantize` does without
-    from minifloat.evaluate.bench.gains import GainsReport
+    from minifloat.evaluate.bench.figures import GainsReport
     from minifloat.evaluate.compare.result import CandidateResult, Comparison
 
 #: The results of `compare` and `bench`, beside the weights.
@@ -31,13 +31,7 @@ _DONE_KEYS = {"bytes", "provenance", "tensors"}
 
 @dataclass(frozen=True)
 class Results:
-    """What is known of a checkpoint.
-
-    Attributes:
-        done: Content of minifloat.json, which `quantize` or `convert` wrote; None without it.
-        comparison: The last comparison, with this checkpoint and its variants as candidates; None without one.
-        gains: The last bench; None without one.
-    """
+    """What is known of a checkpoint."""
 
     path: Path
     done: Mapping[str, Any] | None
@@ -78,22 +72,19 @@ def _comparison(stored: Mapping[str, Any]) -> tuple[Comparison | None, tuple[Can
 def _gains(stored: Mapping[str, Any]) -> GainsReport | None:
     if "bench" not in stored:
         return None
-    from minifloat.evaluate.bench.gains import GainsReport
+    from minifloat.evaluate.bench.figures import GainsReport
 
     return from_values(GainsReport, stored["bench"])
 
 
 def store_result(folder: str | os.PathLike[str], result: Comparison | GainsReport) -> None:
-    """Keep the result of `compare` or `bench` beside a checkpoint, in place of an earlier one.
-
-    A damaged file of earlier results is replaced.
-    """
+    """Keep the result of `compare` or `bench` beside a checkpoint, in place of an earlier one."""
     root = resolve_folder(folder)
     try:
         stored = _read_stored(root)
     except CheckpointError:
         stored = {"schema_version": SCHEMA_VERSION}
-    from minifloat.evaluate.bench.gains import GainsReport
+    from minifloat.evaluate.bench.figures import GainsReport
 
     if isinstance(result, GainsReport):
         stored |= {"bench": to_values(result)}
@@ -119,7 +110,6 @@ def _split(comparison: Comparison, name: str) -> tuple[Comparison, list[Candidat
 
 
 def _read_stored(root: Path) -> dict[str, Any]:
-    """Return the content of `RESULTS_FILE`; without results if there is no file."""
     values = _read(root, RESULTS_FILE) or {"schema_version": SCHEMA_VERSION}
     if values.get("schema_version") != SCHEMA_VERSION:
         found = values.get("schema_version")
@@ -130,7 +120,6 @@ def _read_stored(root: Path) -> dict[str, Any]:
 
 
 def _read(root: Path, name: str) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None without the file."""
     try:
         data = read_small(root, name, _LARGEST, CheckpointError)
         return parse_object(data, root / name, CheckpointError, surrogates=True)

@@ -47,8 +47,6 @@ _TEXT_SUFFIXES = (".txt", ".md")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a document."""
-
     document: int
     start: int
     ids: npt.NDArray[np.int32]
@@ -56,11 +54,7 @@ class Window:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A source of text, tokenized and cut into windows.
-
-    Attributes:
-        bytes_per_token: UTF-8 bytes per token.
-    """
+    """A source of text, tokenized and cut into windows."""
 
     name: str
     documents: int
@@ -71,18 +65,12 @@ class TokenizedText:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all windows, without prefixes."""
         return sum(len(window.ids) for window in self.windows)
 
 
 @dataclass(frozen=True)
 class WindowBatch:
-    """Windows of one length from one text.
-
-    Attributes:
-        ids: ``[B, W]`` token ids, with the prefix of every window.
-        units: ``[B]`` number of each window's unit; units of different texts have different numbers.
-    """
+    """Windows of one length from one text."""
 
     text: int
     windows: tuple[int, ...]
@@ -121,7 +109,6 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all windows of all texts, without prefixes."""
         return sum(text.tokens for text in self.texts)
 
     def _cut(
@@ -194,7 +181,6 @@ def _built_in(name: str) -> str:
 
 
 def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the documents of a source, in order."""
     kind, files = locate(source)
     if kind == "hub":
         yield from _rows(source, tokenizer)

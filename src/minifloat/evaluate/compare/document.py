@@ -90,7 +90,6 @@ _TOP10: _Quantity = ("top-10", lambda summary: shown(summary.topk_overlap, as_pe
 
 
 def document(comparison: Comparison) -> Document:
-    """Return all that was measured: the verdict, then the numbers of each kind, and what was run."""
     names = candidate_names(comparison)
     title = names[0] if len(names) == 1 else f"{len(names)} candidates"
     return Document(
@@ -105,7 +104,6 @@ def document(comparison: Comparison) -> Document:
 
 
 def verdict_section(comparison: Comparison, others: Sequence[CandidateResult] = (), *, on: On = On.ALL) -> Section:
-    """Return the models side by side, and the verdict on each candidate below."""
     names = candidate_names(comparison)
     alerts = []
     for name, candidate in zip(names, comparison.candidates, strict=True):
@@ -128,7 +126,6 @@ def verdict_section(comparison: Comparison, others: Sequence[CandidateResult] = 
 
 
 def _overview(comparison: Comparison, names: Sequence[str]) -> Table:
-    """Return a table with one row per model, on all texts together."""
     first = comparison.candidates[0].overall
     rows: list[list[Cell]] = [
         [
@@ -229,7 +226,6 @@ def _terminal_verdicts(comparison: Comparison, names: Sequence[str]) -> Section:
 
 
 def detail_sections(comparison: Comparison) -> list[Section]:
-    """Return the sections after the verdict."""
     names, candidates = candidate_names(comparison), comparison.candidates
     every = (_TOKENS, _PERPLEXITIES, _CHANGE, _BITS, _KL, _KL_P99, _TOP1, _TOP10)
     return [
@@ -294,7 +290,6 @@ def _units(summary: Summary) -> str:
 
 
 def _text_table(candidates: Sequence[CandidateResult], names: Sequence[str], quantities: Sequence[_Quantity]) -> Table:
-    """Return a table with a row for each candidate on each text."""
     rows: list[list[Cell]] = []
     for place, summary in enumerate(candidates[0].summaries):
         if len(names) > 1:
@@ -331,7 +326,6 @@ def _positions(comparison: Comparison, names: Sequence[str]) -> Section:
 
 
 def _position_table(positions: Positions, units: str = "units") -> Table:
-    """Return the table of ranges of positions, on all texts together."""
     rows: list[list[Cell]] = [
         [position_label(row), f"{row.tokens:,}", f"{row.units:,}", shown(row.kl_mean)] for row in positions.ranges
     ]
@@ -454,7 +448,6 @@ def _candidate_damage(heading: str, candidate: CandidateResult, attribution: Att
 
 
 def _worst(comparison: Comparison, names: Sequence[str]) -> Section:
-    """Return the tokens at which candidates differ most, in context, with the first choices of both models."""
     parts: list[Block] = []
     for heading, candidate in _headed(comparison, names):
         cases = [list(_case(worst)) for worst in candidate.worst]

@@ -24,7 +24,6 @@ _MEBI = 1 << 20
 
 
 def change_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> Figure | None:
-    """Return the change of perplexity by text, with intervals and the bound."""
     rows = [
         (
             summary.name,
@@ -102,7 +101,6 @@ def size_chart(candidates: Sequence[CandidateResult]) -> Figure | None:
 
 
 def margin_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> Figure | None:
-    """Return the share of the same top-1 by the baseline's margin."""
     rows = []
     for place, first in enumerate(candidates[0].overall.margins):
         shares = [candidate.overall.margins[place].same_top1 for candidate in candidates]
@@ -114,7 +112,6 @@ def margin_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) ->
 
 
 def position_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> Figure | None:
-    """Return the mean KL divergence by position in the window, on all texts together."""
     found = [candidate.overall.positions for candidate in candidates]
     rows = []
     for place, first in enumerate(found[0].ranges if found[0] is not None else ()):
@@ -138,7 +135,6 @@ def task_chart(by_label: Mapping[str, Sequence[tuple[str, TaskDifference]]], nam
 
 
 def survival_chart(divergences: Sequence[tuple[str, GreedyDivergence]]) -> Figure:
-    """Return the share of prompts whose continuations are still the same, by number of tokens."""
     series = [Series(name, _survival(divergence)) for name, divergence in divergences]
     x, y = Axis("tokens", whole=True), Axis("share of the prompts", percent=True, low=0.0, high=1.0)
     return Figure("Prompts that both models still continue by the same tokens", Lines(series, x, y, markers=False))
@@ -153,7 +149,6 @@ def _survival(divergence: GreedyDivergence) -> list[tuple[float, float]]:
 
 
 def module_chart(attribution: Attribution, tolerance: Tolerance) -> Figure | None:
-    """Return the KL divergence of the worst modules alone."""
     bars = [
         Bar(row.module, row.kl_alone, f"{number(row.kl_alone, 2)}; {number(row.sqnr_db, 3)} dB")
         for row in attribution.rows

@@ -40,11 +40,7 @@ _ACTIVITY = "generation"
 
 @dataclass(frozen=True)
 class ContinuationPair:
-    """The text of both continuations of one prompt.
-
-    Attributes:
-        parted_at: Index of the first token of the continuation that differs; None if the continuations are the same.
-    """
+    """The text of both continuations of one prompt."""
 
     prompt: str
     baseline: str
@@ -54,13 +50,7 @@ class ContinuationPair:
 
 @dataclass(frozen=True)
 class GreedyDivergence:
-    """Where two models' greedy continuations of the same prompts diverge.
-
-    Attributes:
-        first_difference: For each prompt, the index of the first token of the continuation that differs; None if the
-            continuations are the same.
-        median: Median of `first_difference`; None where at least half of the prompts have equal continuations.
-    """
+    """Where two models' greedy continuations of the same prompts diverge."""
 
     prompts: int
     new_tokens: int
@@ -110,13 +100,7 @@ def greedy_divergence(
     candidate: Sequence[Sequence[int]],
     new_tokens: int,
 ) -> GreedyDivergence:
-    """Compare continuations of the same prompts.
-
-    Two continuations of which one ends earlier differ at the end of the shorter one. The intervals treat the prompts
-    as a random sample of prompts: the fraction has Wilson's interval, the mean that of a bootstrap over prompts. Where
-    all continuations are the same, the bootstrap finds no spread, and the mean takes the interval of the fraction,
-    which the mean cannot be below.
-    """
+    """Compare continuations of the same prompts."""
     if not prompts or not len(prompts) == len(baseline) == len(candidate):
         raise UsageError(
             f"expected a continuation by each model for each prompt, got {len(prompts)} prompts, {len(baseline)} and "
@@ -156,10 +140,7 @@ def _check(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens:
 
 
 def _continue(model: PreTrainedModel, ids: Tensor, stop: Sequence[int], cache: Any, first: int) -> Iterator[Tensor]:
-    """Yield the next token of each row ``[B]``, step by step, until all rows have ended.
-
-    Rows that have ended stay in the batch, so that the arithmetic of the other rows does not depend on them.
-    """
+    """Yield the next token of each row ``[B]``, step by step, until all rows have ended."""
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": True}
     if "logits_to_keep" in parameters:

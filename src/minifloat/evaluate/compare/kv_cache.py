@@ -42,10 +42,7 @@ _APPENDING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)
 
 
 def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
-    """Return a function that makes simulated FP8 KV caches for a model.
-
-    Every batch needs a cache of its own, passed to the model as `past_key_values` with ``use_cache=True``.
-    """
+    """Return a function that makes simulated FP8 KV caches for a model."""
     name, runner = type(model).__name__, cast(Any, model)
     check_takes_cache(model)
     config = runner.config.get_text_config(decoder=True)
@@ -84,8 +81,6 @@ def check_takes_cache(model: PreTrainedModel) -> None:
 
 
 class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """transformers' own cache with keys and values rounded to E4M3."""
-
     def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]]) -> None:
         super().__init__(config=config)
         self._scales = scales

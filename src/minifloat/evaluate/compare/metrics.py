@@ -22,13 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The scores of tokens; all arrays are ``[T]``.
-
-    Attributes:
-        baseline_nll: -log of the probability that the baseline gives the token, in nats.
-        candidate_nll: -log of the probability that the candidate gives the token, in nats.
-        kl: KL divergence of the candidate's distribution from the baseline's, in nats.
-    """
+    """The scores of tokens; all arrays are ``[T]``."""
 
     unit: npt.NDArray[np.int64]
     baseline_nll: FloatArray
@@ -44,16 +38,7 @@ class TokenScores:
 
 
 class Distribution:
-    """The distributions of one model's logits ``[R, V]``.
-
-    Attributes:
-        logits: ``[R, V]`` float64 logits less the largest of each row.
-        weights: ``[R, V]`` ``exp(logits)``; a row does not sum to 1.
-        total: ``[R]`` sums of `weights`.
-        log_total: ``[R]`` logarithms of `total`.
-        top: ``[R, k]`` ids of the most probable tokens, the most probable first.
-        top_logits: ``[R, k]`` `logits` of these tokens.
-    """
+    """The distributions of one model's logits ``[R, V]``."""
 
     def __init__(self, logits: Tensor) -> None:
         wide = logits.double()
@@ -81,10 +66,7 @@ class Distribution:
 
 
 def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
-    """Return ``sum p (log p - log q)`` over the vocabulary, ``[R]``, in nats.
-
-    A term with p = 0 is 0 for every q. Where q alone is 0 the result is Inf. NaN stays NaN.
-    """
+    """Return ``sum p (log p - log q)`` over the vocabulary, ``[R]``, in nats."""
     total = (p.logits - q.logits).mul_(p.weights).sum(-1)
     if bool(total.isnan().any()):  # 0 times infinity, or NaN in a model's logits
         terms = torch.where(p.weights == 0, torch.zeros_like(p.weights), p.weights * (p.logits - q.logits))
@@ -93,7 +75,6 @@ def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
 
 
 def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor, positions: Tensor) -> TokenScores:
-    """Score the predictions of a slab of positions."""
     shared = (p.top[:, :, None] == q.top[:, None, :]).any(-1).sum(-1)
     return TokenScores(
         unit=units.numpy(),
@@ -108,7 +89,6 @@ def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tenso
 
 
 def concatenate(parts: Sequence[TokenScores]) -> TokenScores:
-    """Concatenate the scores of one or more stretches of text."""
     return TokenScores(
         **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(TokenScores)}
     )

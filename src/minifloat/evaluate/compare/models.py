@@ -50,16 +50,7 @@ class ServedRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """One of the models.
-
-    Attributes:
-        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model; None for a server.
-        activations: Formats in which the quantized weights take their inputs: ``"E4M3 per token (dynamic)"``.
-        kv_cache: Format that keys and values were rounded to; None if they were not rounded.
-        lm_head: Format of the output layer; empty if the model has none.
-        served: The server that runs the model; None if the comparison ran it. Its KL divergences are lower bounds.
-        runner: What ran the model: a decoder of the engine, "native" or "device", or "transformers".
-    """
+    """One of the models."""
 
     name: str
     nbytes: int | None
@@ -71,13 +62,7 @@ class ModelRecord:
 
 
 class Model(ABC):
-    """One of the models of a comparison, as the comparison runs it.
-
-    Attributes:
-        vocab_size: Number of logits per token, which may be larger than the tokenizer's vocabulary.
-        dtype: Dtype of the activations, for example ``"bfloat16"``.
-        longest: Number of tokens that the model can attend to; None if its config states no limit.
-    """
+    """One of the models of a comparison, as the comparison runs it."""
 
     name: str
     folder: str
@@ -92,10 +77,7 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the logits ``[R, V]`` of all tokens of windows ``[B, W]`` but the last of each, some rows at a time.
-
-        Models of one vocabulary that run in the same way yield the same numbers of rows.
-        """
+        """Yield the logits ``[R, V]`` of all tokens of windows ``[B, W]`` but the last of each, some rows at a time."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress | None) -> Continuations:
@@ -108,8 +90,6 @@ class Model(ABC):
 
 
 class EngineModel(Model):
-    """A checkpoint in an engine."""
-
     def __init__(self, name: str, checkpoint: Checkpoint, options: EngineOptions) -> None:
         self.name, self.folder, self._checkpoint = name, str(checkpoint.path), checkpoint
         self.engine = Engine(checkpoint.path, options, checkpoint=checkpoint)
@@ -148,7 +128,6 @@ class EngineModel(Model):
 
 
 def require_room(prompt: int, new_tokens: int, longest: int | None) -> None:
-    """Refuse continuations that a model cannot attend to."""
     if longest is not None and longest < prompt + new_tokens:
         raise UsageError(
             f"prompts of {prompt} tokens and {new_tokens} new tokens are too long: the model attends to {longest}; "
@@ -168,10 +147,7 @@ def finished(
 
 
 def common_tokenizer(models: Sequence[Model]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that all models share.
-
-    Token i must be the same string for every model, so that all distributions are over the same tokens.
-    """
+    """Return the tokenizer that all models share."""
     first, *others = models
     tokenizer = load_tokenizer(first.folder)
     vocabulary = tokenizer.get_vocab()

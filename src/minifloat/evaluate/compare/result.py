@@ -23,19 +23,13 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class LikelyToken:
-    """A token that a model predicts, and its probability."""
-
     token: str
     probability: float
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token at which the predictions of the two models differ most.
-
-    Attributes:
-        kl: KL divergence in nats.
-    """
+    """A token at which the predictions of the two models differ most."""
 
     text: str
     document: int
@@ -49,8 +43,6 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A text that the models were compared on."""
-
     name: str
     documents: int
     tokens: int
@@ -59,12 +51,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """The results of one candidate.
-
-    Attributes:
-        generation: Greedy continuations; None if not requested.
-        attribution: Damage by module; None if not requested.
-    """
+    """The results of one candidate."""
 
     model: ModelRecord
     texts: tuple[Summary, ...]
@@ -112,7 +99,6 @@ class Comparison(ShortReport):
     notes: tuple[str, ...] = ()
 
     def headline(self) -> dict[str, str]:
-        """Return the first things to know, for `ShortReport`."""
         return {
             "baseline": self.baseline.name,
             "tokens": f"{self.tokens_done:,} of {self.tokens_total:,}",
@@ -121,12 +107,10 @@ class Comparison(ShortReport):
 
     @property
     def partial(self) -> bool:
-        """Whether the run was interrupted."""
         return self.tokens_done < self.tokens_total
 
     @property
     def outcome(self) -> Outcome:
-        """The worst outcome of all candidates."""
         return worst_outcome([candidate.verdict.outcome for candidate in self.candidates])
 
     def to_dict(self) -> dict[str, Any]:

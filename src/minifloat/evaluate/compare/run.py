@@ -136,7 +136,6 @@ def cut_text(
 
 
 def _settings(models: Sequence[Model], corpus: Corpus, options: CompareOptions) -> dict[str, Any]:
-    """Return everything that the scores depend on, for the measurement log."""
     return {
         "minifloat": __version__,
         "torch": torch.__version__,
@@ -165,7 +164,6 @@ def _fingerprint(model: Model) -> dict[str, Any]:
 def judged(
     scoring: ScoringPass, index: int, record: ModelRecord, tokenizer: PreTrainedTokenizerBase, tolerance: Tolerance
 ) -> CandidateResult:
-    """Summarize and judge the scores of one candidate."""
     corpus, vocab_size = scoring.corpus, scoring.baseline.vocab_size
     scores_by_text = [scoring.scores(index, text) for text in range(len(corpus.texts))]
     summaries = tuple(
@@ -233,11 +231,7 @@ def _machine() -> dict[str, Any]:
 
 @dataclass
 class _ExtraMeasurements:
-    """Measurements beside the scores of tokens: greedy continuations, tasks, and attribution to modules.
-
-    Each takes as long as the scoring pass or longer, and none depends on another, so an interrupt keeps the results of
-    those that are complete.
-    """
+    """Measurements beside the scores of tokens: greedy continuations, tasks, and attribution to modules."""
 
     models: list[Model]
     sources: Sequence[ModelLike]
@@ -280,7 +274,6 @@ class _ExtraMeasurements:
             results[index] = replace(results[index], generation=divergence)
 
     def _prompts(self) -> list[list[int]]:
-        """Return the first tokens of windows, from all texts in turn."""
         batches = [batch for batch in self.corpus.batches() if batch.ids.shape[1] >= _PROMPT_TOKENS]
         rows = itertools.chain.from_iterable(batch.ids[:, :_PROMPT_TOKENS].tolist() for batch in batches)
         return list(itertools.islice(rows, self.options.prompts))
@@ -314,7 +307,6 @@ class _ExtraMeasurements:
             results[index] = replace(results[index], attribution=attribution)
 
     def _verdict(self, baseline: Model, mixture: Model) -> Verdict:
-        """Return the verdict on a mixture of the models, on all texts."""
         scoring = ModelsPass(baseline, [mixture], self.corpus)
         scoring.run(self.progress)
         return judged(scoring, 0, mixture.record, self.tokenizer, self.options.tolerance).verdict

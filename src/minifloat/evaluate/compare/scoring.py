@@ -46,11 +46,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(TokenScores))
 
 
 class BatchTokens:
-    """The tokens of a batch that are scored, one after the other: all of a window but its first.
-
-    Attributes:
-        targets: ``[T]``: the token ids.
-    """
+    """The tokens of a batch that are scored, one after the other: all of a window but its first."""
 
     def __init__(self, batch: WindowBatch) -> None:
         windows, width = batch.ids.shape
@@ -59,19 +55,11 @@ class BatchTokens:
         self._positions = torch.arange(1, width).repeat(windows)
 
     def score(self, p: Distribution, q: Distribution, where: slice) -> TokenScores:
-        """Score some of the tokens, given the distributions of the baseline and of a candidate."""
         return score_tokens(p, q, self.targets[where], self._units[where], self._positions[where])
 
 
 class ScoringPass(ABC):
-    """A pass over a corpus, and its scores so far; `ModelsPass` is that of models that run here.
-
-    Attributes:
-        log: Scores of an earlier run, and the place to write new scores to; None: scores are not written down.
-        worst: For each candidate, the positions at which it differs most from the baseline.
-        done: Tokens of text that all models have seen.
-        total: Tokens of text in all windows.
-    """
+    """A pass over a corpus, and its scores so far; `ModelsPass` is that of models that run here."""
 
     def __init__(self, baseline: Model, candidates: int, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -88,16 +76,11 @@ class ScoringPass(ABC):
         return not all(parts for candidate in self._parts for parts in candidate)
 
     def scores(self, candidate: int, text: int) -> TokenScores:
-        """Return the scores so far of one candidate on one text."""
         return concatenate(self._parts[candidate][text])
 
     @torch.inference_mode()
     def run(self, progress: Progress | None = None) -> None:
-        """Score all windows of the corpus that the log does not contain.
-
-        Raises:
-            NonFiniteError: If a model's logits are NaN or Inf; the message names the first such token.
-        """
+        """Score all windows of the corpus that the log does not contain."""
         for number, batch in enumerate(self._batches):
             logged = self.log.scores(number) if self.log is not None else None
             scores_by_candidate = self._score(batch) if logged is None else logged
@@ -156,8 +139,6 @@ class ScoringPass(ABC):
 
 
 class ModelsPass(ScoringPass):
-    """A pass of models over a corpus."""
-
     def __init__(self, baseline: Model, candidates: Sequence[Model], corpus: Corpus) -> None:
         super().__init__(baseline, len(candidates), corpus)
         self._models = (baseline, *candidates)
@@ -180,11 +161,7 @@ class ModelsPass(ScoringPass):
 
 @dataclass(frozen=True)
 class ScoredPosition:
-    """A token of the corpus, and the tokens that both models expected there.
-
-    Attributes:
-        kl: KL divergence in nats.
-    """
+    """A token of the corpus, and the tokens that both models expected there."""
 
     kl: float
     text: int
@@ -195,7 +172,6 @@ class ScoredPosition:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Text, window and column."""
         return self.text, self.window, self.column
 
 
@@ -218,7 +194,6 @@ class WorstPositions:
                 heapq.heappop(self._heap)
 
     def add(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
-        """Add the worst positions of a slab."""
         bound = self._heap[0][0] if len(self._heap) == WORST_TOKENS else 0.0
         rows = (scores.kl > bound).nonzero()[0]
         width = batch.ids.shape[1] - 1
@@ -228,7 +203,6 @@ class WorstPositions:
             self.offer([ScoredPosition(float(scores.kl[row]), batch.text, batch.windows[window], column + 1, *tokens)])
 
     def ranked(self) -> list[ScoredPosition]:
-        """Return the positions, the largest KL divergence first."""
         return [position for _, _, position in sorted(self._heap, reverse=True)]
 
 
@@ -239,7 +213,6 @@ def _likely_tokens(distribution: Distribution, row: int) -> tuple[tuple[int, flo
 
 
 def to_worst_token(position: ScoredPosition, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
-    """Decode a position: its context, its token, and the tokens that both models expected."""
     text = corpus.texts[position.text]
     window = text.windows[position.window]
     column = position.column - len(corpus.prefix)
@@ -284,7 +257,6 @@ class MeasurementLog:
                 self._read(path, len(worst))
 
     def scores(self, batch: int) -> list[TokenScores] | None:
-        """Return the scores of each candidate on a batch; None if no earlier run has scored the batch."""
         return self._logged.get(batch)
 
     def add(self, batch: int, scores: list[TokenScores]) -> None:

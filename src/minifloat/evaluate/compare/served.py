@@ -106,11 +106,7 @@ def compare_served(
 
 
 class _ServedPass(ScoringPass):
-    """A pass of the baseline and a server over a corpus.
-
-    Attributes:
-        unnamed: For each batch the baseline's probability ``[T]`` of all tokens that the server does not name.
-    """
+    """A pass of the baseline and a server over a corpus."""
 
     def __init__(self, baseline: Model, served: ServedModel, corpus: Corpus) -> None:
         super().__init__(baseline, 1, corpus)
@@ -169,27 +165,19 @@ def _difference(expected: Sequence[int], found: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class KnownProbabilities:
-    """The tokens after one position whose probabilities the server gives.
-
-    Attributes:
-        ids: int64 ``[k]``: token ids, the most probable first; the token of the text is among them.
-        logprobs: float64 ``[k]``: natural logarithms of their probabilities.
-    """
+    """The tokens after one position whose probabilities the server gives."""
 
     ids: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float64]
 
 
 class ServedModel:
-    """A model behind an API."""
-
     def __init__(self, connection: Connection, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._connection, self.name = connection, name
         self._ids = _ids_by_text(tokenizer)
         self.alternatives = self._find_alternatives(_trial_ids(tokenizer))
 
     def probabilities(self, windows: Sequence[Sequence[int]]) -> list[list[KnownProbabilities]]:
-        """Return what the server says of each token of some windows but the first."""
         with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="minifloat-served") as pool:
             return list(pool.map(lambda window: self._window(list(window), self.alternatives), windows))
 
@@ -206,7 +194,6 @@ class ServedModel:
         return tokens if is_list else None
 
     def _find_alternatives(self, window: list[int]) -> int:
-        """Return the largest number of alternatives that the server does not refuse."""
         refusal: ServerError | None = None
         for count in _ALTERNATIVES:
             try:
@@ -278,7 +265,6 @@ class ServedModel:
 
 
 def _number(value: Any) -> float:
-    """Return a log-probability."""
     if not isinstance(value, (int, float)) or value != value or value > 1e-3:
         raise UsageError(f"the server gave {value!r} as the logarithm of a probability")
     return max(float(value), _IMPOSSIBLE)

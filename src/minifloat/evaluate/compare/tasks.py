@@ -46,11 +46,7 @@ _BATCH_LOGITS, _LARGEST_BATCH, _REQUEST_TOKENS = 2**27, 16, 1024
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A score as the harness reports it.
-
-    Attributes:
-        stderr: Standard error of the score; NaN if the harness gives none.
-    """
+    """A score as the harness reports it."""
 
     score: float
     stderr: float
@@ -58,15 +54,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskDifference:
-    """A task's score under both models.
-
-    Attributes:
-        recovery: Percent of the baseline's score that the candidate keeps: candidate / baseline, or baseline /
-            candidate where less is better; NaN where the quotient is not a finite number.
-        mcnemar_p: Two-sided p-value of McNemar's exact test: the probability of wins and losses as uneven as these
-            where both are equally likely; None where items are not right or wrong.
-        members: Tasks of a group; empty for a task.
-    """
+    """A task's score under both models."""
 
     task: str
     metric: str
@@ -84,8 +72,6 @@ class TaskDifference:
 
 
 class Tasks:
-    """Tasks with their data, which any number of models can answer."""
-
     def __init__(self, names: Sequence[str], folder: str | os.PathLike[str] | None = None) -> None:
         self.names = tuple(names)
         if folder is not None and not Path(folder).is_dir():
@@ -214,12 +200,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _Metric:
-    """The results of the items of a task under both models, and the function that makes a score of them.
-
-    Attributes:
-        scores: The score ``[2, N]`` of each item by itself; NaN where the score of one item is not a number.
-        is_mean: Whether the score of the task is the mean of those of its items.
-    """
+    """The results of the items of a task under both models, and the function that makes a score of them."""
 
     results: tuple[Sequence[Any], Sequence[Any]]
     aggregate: Callable[[Sequence[Any]], float]

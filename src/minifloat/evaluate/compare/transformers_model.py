@@ -58,16 +58,7 @@ _TRIAL_TOLERANCE = 1e-2
 
 
 class TransformersModel(Model):
-    """A transformers model, loaded or given by the user.
-
-    Several of them may share one model and run it in different ways.
-
-    Attributes:
-        new_cache: Function that returns an empty simulated KV cache; None: no cache is simulated.
-        weight_only: Whether quantized weights take their inputs unquantized, whatever the checkpoint declares.
-        kv_scales: Scales of the FP8 KV cache that the checkpoint declares; None if there are none or if they were not
-            requested.
-    """
+    """A transformers model, loaded or given by the user."""
 
     def __init__(self, name: str, folder: str, model: PreTrainedModel, nbytes: int) -> None:
         self.name, self.folder, self.model, self.nbytes = name, folder, model, nbytes
@@ -108,7 +99,6 @@ class TransformersModel(Model):
     def variant(
         self, name: str, *, new_cache: CacheFactory | None = None, weight_only: bool = False
     ) -> TransformersModel:
-        """Return the same model, run in another way."""
         other = copy.copy(self)
         other.__dict__.pop("_continues", None)
         other.name, other.new_cache, other.weight_only = name, new_cache, weight_only
@@ -197,7 +187,6 @@ class TransformersModel(Model):
                 module.activation = activation
 
     def quantizes_inputs(self) -> bool:
-        """Return whether any quantized weight also quantizes its inputs."""
         return not self.weight_only and bool(self._quantizing())
 
     def _quantizing(self) -> list[QuantizedWeight]:
@@ -215,10 +204,7 @@ class TransformersModel(Model):
 
 
 def match_experts_implementation(models: Sequence[TransformersModel]) -> None:
-    """Switch all models to transformers' eager experts if a model has quantized experts, which need them.
-
-    With different implementations, a different order of summation would look like a difference of the weights.
-    """
+    """Switch all models to transformers' eager experts if a model has quantized experts, which need them."""
     if any(isinstance(module, QuantizedExperts) for model in models for module in model.model.modules()):
         for model in models:
             model.model.set_experts_implementation("eager")

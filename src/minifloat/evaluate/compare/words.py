@@ -32,12 +32,10 @@ def shown(estimate: Estimate, *, as_percent: bool = False, signed: bool = False,
 
 
 def increase(summary: Summary) -> Estimate:
-    """Return the relative increase of perplexity as a fraction."""
     return summary.perplexity_ratio.mapped(lambda ratio: ratio - 1)
 
 
 def recovery(task: TaskDifference) -> str:
-    """Return the percentage of the baseline's score that the candidate keeps."""
     return f"{task.recovery:.1f}%" if math.isfinite(task.recovery) else "-"
 
 
@@ -60,7 +58,6 @@ def task_difference(task: TaskDifference) -> Pair:
 
 
 def tolerance_text(tolerance: Tolerance) -> str:
-    """List the bounds of a tolerance."""
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
         f"{short(tolerance.max_kl)} nats per token, same top-1 (the share of tokens at which both models "
@@ -70,7 +67,6 @@ def tolerance_text(tolerance: Tolerance) -> str:
 
 
 def confidence_text() -> str:
-    """Explain the brackets that follow numbers."""
     return (
         f"Brackets are {CONFIDENCE:.0%} intervals; {NO_INTERVAL}: no interval, because there are fewer than "
         f"{FEWEST_UNITS} documents or windows."
@@ -114,7 +110,6 @@ def unmet_lines(candidate: CandidateResult) -> list[str]:
 
 
 def check_text(check: Check) -> str:
-    """Describe a check: the estimate, the bound and, if it is undecided, how near it is to its bound."""
     bound = (
         f"at least {_limit(check, check.bound)} is wanted"
         if check.quantity == SAME_TOP1
@@ -192,7 +187,6 @@ def partial_text(comparison: Comparison) -> str:
 
 
 def candidate_names(comparison: Comparison) -> list[str]:
-    """Return distinct short names of the candidates."""
     return _short_names(comparison)[1:]
 
 
@@ -206,14 +200,12 @@ def _short_names(comparison: Comparison) -> list[str]:
 
 
 def size_lines(comparison: Comparison, candidate: CandidateResult) -> str:
-    """Return the sizes of the baseline and the candidate."""
     if candidate.model.nbytes is None:
         return "weights of unknown size"
     return f"{weights_text(comparison.baseline)} -> {weights_text(candidate.model)} ({smaller(comparison, candidate)})"
 
 
 def weights_text(model: ModelRecord) -> str:
-    """Return the size of a model's weights."""
     return "unknown" if model.nbytes is None else size_text(model.nbytes)
 
 
@@ -242,7 +234,6 @@ def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
 
 
 def position_label(positions: PositionRange) -> str:
-    """Return the first and last position of a range."""
     return f"{positions.low:,} to {positions.high:,}"
 
 
@@ -262,7 +253,6 @@ def late_text(late: LateChange) -> str:
 
 
 def generation_text(generation: GreedyDivergence) -> str:
-    """Describe where greedy continuations diverge."""
     same = shown(generation.identical_fraction, as_percent=True)
     match = shown(generation.mean_prefix_match, as_percent=True)
     half = (
@@ -277,7 +267,6 @@ def generation_text(generation: GreedyDivergence) -> str:
 
 
 def attribution_text(attribution: Attribution) -> str:
-    """Describe the measurements behind the table of modules."""
     return (
         f"{attribution.measured} of {attribution.of} modules were measured alone, on {attribution.tokens:,} tokens, "
         f"in {number(attribution.seconds, 2)} s"
@@ -313,7 +302,6 @@ def suggestion_text(suggestion: Suggestion) -> str:
 
 
 def _confirmed_text(verdict: Verdict) -> str:
-    """Describe the verdict on a suggestion, measured on all texts."""
     if verdict.outcome is Outcome.PASSED:
         last = verdict.checks[-1].text
         measured = ", ".join(_measured(check) for check in verdict.checks if check.text == last)

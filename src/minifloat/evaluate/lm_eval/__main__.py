@@ -9,7 +9,6 @@ from minifloat.evaluate.lm_eval import register
 
 
 def main() -> None:
-    """Run ``lm_eval`` with the arguments of this process."""
     try:
         register()
         from lm_eval.__main__ import cli_evaluate

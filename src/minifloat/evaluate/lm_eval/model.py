@@ -82,13 +82,11 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def engine(self) -> Engine:
-        """The engine that answers."""
         engine: Engine = self._model
         return engine
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest prompt with its answer."""
         return self.engine.info.max_model_len
 
     def _get_config(self, pretrained: str, **options: Any) -> None:
@@ -101,7 +99,6 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         self._model = self._opened
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the harness writes about the model beside the results."""
         info = self.engine.info
         return {
             "model_dtype": str(info.dtype),
@@ -116,10 +113,7 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[_Tokens], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Return of each continuation its log-likelihood, and whether its tokens are the most probable ones.
-
-        The first request of each context runs before the others of this context, which then find it in the cache.
-        """
+        """Return of each continuation its log-likelihood, and whether its tokens are the most probable ones."""
         del override_bs
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
@@ -209,7 +203,6 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         work: Sequence[tuple[list[int], SamplingParams]],
         answered: Callable[[int, Delivery], None],
     ) -> None:
-        """Run requests together, and pass each on with its index when it is finished."""
         for index, delivery in finished(self.engine, [prompt for prompt, _ in work], [params for _, params in work]):
             if delivery.finish_reason == "error":
                 raise NonFiniteError("logits", f"request {indices[index]}: {delivery.error}")
@@ -225,7 +218,6 @@ def _likelihood(scored: Delivery, length: int) -> tuple[float, bool]:
 
 
 def _sequences(batch_size: int | str | None, largest: int | None) -> int:
-    """Return the number of requests that run together."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return largest or _TOGETHER // 4
     try:

@@ -36,18 +36,14 @@ _PACKED = "packed"
 
 @dataclass(frozen=True)
 class Location:
-    """The location of a module or tensor in a model."""
-
     holder: str
     attribute: str
 
     @property
     def name(self) -> str:
-        """Full name of the module or tensor."""
         return f"{self.holder}.{self.attribute}" if self.holder else self.attribute
 
     def get(self, model: nn.Module) -> ModuleOrTensor:
-        """Return the module or tensor at this location of a model."""
         return _attribute(model.get_submodule(self.holder), self.attribute)
 
 
@@ -74,7 +70,6 @@ class Difference:
 
 
 def find_differences(baseline: PreTrainedModel, candidate: PreTrainedModel) -> tuple[Difference, ...]:
-    """Return all differences, in the order of the baseline's modules."""
     tied: dict[object, list[Location]] = {}
     for location in _differing(baseline, candidate, ""):
         ids = [frozenset(map(id, _tensors(location.get(model)))) for model in (baseline, candidate)]
@@ -179,7 +174,6 @@ def _tensors(value: ModuleOrTensor) -> Sequence[Tensor]:
 
 
 def _shape(value: ModuleOrTensor) -> tuple[int, ...]:
-    """Return the shape of the weight; empty if there is none."""
     if isinstance(value, (Tensor, QuantizedWeight, QuantizedExperts)):
         return tuple(value.shape)
     weight = getattr(value, "weight", None)

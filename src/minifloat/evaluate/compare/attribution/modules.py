@@ -28,15 +28,7 @@ _PRUNING_PASSES = 8
 
 @dataclass(frozen=True)
 class ModuleDamage:
-    """The damage of one module.
-
-    Attributes:
-        sqnr_db: Signal-to-quantization-noise ratio in dB of the module's output, where both models' modules get the
-            baseline's inputs; Inf where the outputs are the same, NaN where the sample never ran the module.
-        kl_alone: Mean KL divergence in nats per token of the baseline with the candidate's module; None: not measured.
-        kl_without: Mean KL divergence in nats per token of the candidate with the baseline's module; None: not
-            measured.
-    """
+    """The damage of one module."""
 
     module: str
     sqnr_db: float
@@ -47,13 +39,7 @@ class ModuleDamage:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The result of `attribute`.
-
-    Attributes:
-        seconds: Time of the attribution.
-        suggestion: Modules to keep in 16 bits; None if the candidate is already within the tolerance, if no override
-            can help because the models differ by something other than quantization, or if the time was up.
-    """
+    """The result of `attribute`."""
 
     rows: tuple[ModuleDamage, ...]
     tokens: int
@@ -73,12 +59,7 @@ def attribute(
     progress: Progress | None = None,
     confirm: Callable[[TransformersModel], Verdict] | None = None,
 ) -> Attribution:
-    """Measure the damage of each module of the candidate, and suggest which modules to keep in 16 bits.
-
-    Modules are exchanged in place and put back, also after an interrupt. Where the candidate runs with a quantized KV
-    cache, `ModuleDamage.kl_alone` is measured without the cache and everything else with it. If one model has quantized
-    experts, both models run transformers' eager experts from then on.
-    """
+    """Measure the damage of each module of the candidate, and suggest which modules to keep in 16 bits."""
     budget = TimeBudget(seconds, progress)
     match_experts_implementation([baseline, candidate])
     with baseline.set_up(), candidate.set_up():

@@ -32,15 +32,7 @@ from minifloat.model.runtime.names import assign
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Modules to leave in the baseline's precision, and the measured effect.
-
-    All measurements but `verdict` are of a sample of the text and have no interval.
-
-    Attributes:
-        kl_before: Mean KL divergence of the candidate in nats per token.
-        verdict: The verdict on the model with the suggestion, measured on all texts; None: it was not measured, because
-            it is outside of the tolerance on the sample already or keeps no module quantized.
-    """
+    """Modules to leave in the baseline's precision, and the measured effect."""
 
     overrides: tuple[str, ...]
     modules: tuple[str, ...]
@@ -69,7 +61,6 @@ class ModuleGroup:
 
     @property
     def worth(self) -> float:
-        """Damage per extra byte."""
         return self.damage / self.extra_bytes if self.extra_bytes > 0 else math.inf
 
 
@@ -121,7 +112,6 @@ def suggest(
     budget: TimeBudget,
     confirm: Callable[[TransformersModel], Verdict] | None = None,
 ) -> Suggestion | None:
-    """Search for the modules to keep in 16 bits."""
     budget.report("the candidate on the sample")
     before = mixtures.measure(())
     if before.within(tolerance):
@@ -162,10 +152,7 @@ class _Search:
         self.finished = True
 
     def prefix(self, ranked: Sequence[ModuleGroup]) -> tuple[list[ModuleGroup], Distance]:
-        """Return the shortest prefix of the ranking that is within the tolerance; all groups if none is.
-
-        When the time is up, it is the shortest such prefix that was measured, or the longest one if none is within.
-        """
+        """Return the shortest prefix of the ranking that is within the tolerance; all groups if none is."""
         low, high = 0, 1
         reached = self._measure(ranked[:high])
         while not reached.within(self._tolerance) and high < len(ranked) and self._has_time():
@@ -181,10 +168,7 @@ class _Search:
         return list(ranked[:high]), reached
 
     def pruned(self, kept: list[ModuleGroup], reached: Distance) -> tuple[list[ModuleGroup], Distance]:
-        """Drop groups that are unnecessary, trying the most expensive first.
-
-        The last group is necessary, because otherwise a shorter prefix would have been enough.
-        """
+        """Drop groups that are unnecessary, trying the most expensive first."""
         for group in sorted(kept[:-1], key=lambda group: -group.extra_bytes):
             if not self._budget.until():
                 break
