@@ -132,7 +132,7 @@ def _in_harness(model: Model, tokenizer: PreTrainedTokenizerBase) -> Iterator[An
             )
     else:
         assert isinstance(model, EngineModel)
-        from minifloat.evaluate.lm_eval.model import MinifloatLM
+        from minifloat.evaluate.lm_eval_model import MinifloatLM
 
         yield MinifloatLM(model.engine, tokenizer=copied)
 

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.evaluate.compare.attribution import Suggestion, attribute
+from minifloat.evaluate.compare.attribution import KeepableGroups, ModuleGroup, Suggestion, attribute, suggest
 from minifloat.evaluate.compare.attribution.damage import Distance, Mixtures, TimeBudget
 from minifloat.evaluate.compare.attribution.differences import Difference, Location, find_differences
-from minifloat.evaluate.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.architecture.roles import expert_group, fused_group

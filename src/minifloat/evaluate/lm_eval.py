@@ -8,10 +8,14 @@ does not) know the name in the command ``lm_eval`` too. A program that uses the 
 before ``lm_eval.simple_evaluate(model="minifloat", ...)``.
 """
 
-from minifloat.errors import UsageError
+from __future__ import annotations
+
+import sys
+
+from minifloat.errors import MinifloatError, UsageError
 
 #: The name for ``--model``, and the class that it stands for. The harness imports the class when it is asked for.
-NAME, TARGET = "minifloat", "minifloat.evaluate.lm_eval.model:MinifloatLM"
+NAME, TARGET = "minifloat", "minifloat.evaluate.lm_eval_model:MinifloatLM"
 
 
 def register() -> None:
@@ -25,3 +29,17 @@ def register() -> None:
         ) from error
     if NAME not in model_registry:
         model_registry.register(NAME, target=TARGET)
+
+
+def main() -> None:
+    try:
+        register()
+        from lm_eval.__main__ import cli_evaluate
+
+        cli_evaluate()
+    except MinifloatError as error:
+        sys.exit(f"minifloat: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
