@@ -11,24 +11,7 @@ import re
 import string
 from collections.abc import Iterable, Sequence
 
-from minifloat.report.document import (
-    Alert,
-    Block,
-    Bullets,
-    Cell,
-    Code,
-    Document,
-    Facts,
-    Figure,
-    Folded,
-    On,
-    Pair,
-    Passage,
-    Section,
-    Table,
-    Text,
-    shown,
-)
+from minifloat.report import document as doc
 from minifloat.report.text import COLORS, escape
 
 #: Colours of the series of charts on dark backgrounds, with less contrast.
@@ -37,7 +20,7 @@ _NAME_SEPARATOR = re.compile(r"(?<=\w)([._])(?=[A-Za-z])")
 _HAS_DIGIT = re.compile(r"\d")
 
 
-def write(document: Document) -> str:
+def write(document: doc.Document) -> str:
     title = escape(document.title)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -58,43 +41,43 @@ def _style() -> str:
     )
 
 
-def _blocks(blocks: Iterable[Block], level: int) -> str:
-    return "\n".join(_block(block, level) for block in shown(blocks, On.PAGE))
+def _blocks(blocks: Iterable[doc.Block], level: int) -> str:
+    return "\n".join(_block(block, level) for block in doc.shown(blocks, doc.On.PAGE))
 
 
-def _block(block: Block, level: int) -> str:
+def _block(block: doc.Block, level: int) -> str:
     match block:
-        case Section():
+        case doc.Section():
             return _section(block, level)
-        case Folded():
+        case doc.Folded():
             return f"<details><summary>{escape(block.summary)}</summary>\n{_blocks(block.blocks, level)}\n</details>"
-        case Text():
+        case doc.Text():
             kind = f' class="{block.tone}"' if block.tone else ""
             return f"<p{kind}>{escape(block.text)}</p>"
-        case Bullets():
+        case doc.Bullets():
             return _bullets(block.items)
-        case Facts():
+        case doc.Facts():
             return (
                 f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in block.pairs)}</dl>"
             )
-        case Alert():
+        case doc.Alert():
             body = _bullets(block.reasons) if block.reasons else ""
             return f'<div class="box {escape(block.kind)}" role="note">\n<p>{escape(block.title)}</p>\n{body}</div>'
-        case Code():
+        case doc.Code():
             return f"<pre>{escape(block.text, lines=True)}</pre>"
-        case Passage():
+        case doc.Passage():
             end = f"<mark><bdi>{escape(block.marked, lines=True)}</bdi></mark>" if block.marked else ""
             return f'<p class="written"><bdi>{escape(block.text, lines=True)}</bdi>{end}</p>'
-        case Table():
+        case doc.Table():
             return _table(block)
-        case Figure():
+        case doc.Figure():
             from minifloat.report.figures import draw
 
             return f"<figure><figcaption>{escape(block.caption)}</figcaption>\n{draw(block)}</figure>"
     raise TypeError(f"no HTML for {type(block).__name__}")
 
 
-def _section(block: Section, level: int) -> str:
+def _section(block: doc.Section, level: int) -> str:
     body = _blocks(block.blocks, level + 1)
     title = f"<h{level}>{escape(block.title)}</h{level}>\n" if block.title else ""
     return f"<section>\n{title}{body}\n</section>" if level == 2 else f"{title}{body}"
@@ -106,16 +89,16 @@ def _bullets(items: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
 
 
-def _table(block: Table) -> str:
+def _table(block: doc.Table) -> str:
     """Return a table whose first column names the row. On a phone each row becomes a block of named values."""
-    columns, rows = block.shown(On.PAGE)
+    columns, rows = block.shown(doc.On.PAGE)
     title = f"<p>{escape(block.title)}</p>\n" if block.title else ""
     head = "".join(f'<th scope="col">{escape(column.name)}</th>' for column in columns)
     body = "".join(_row([column.name for column in columns], row) for row in rows)
     return f"{title}<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
 
 
-def _row(names: Sequence[str], row: Sequence[Cell]) -> str:
+def _row(names: Sequence[str], row: Sequence[doc.Cell]) -> str:
     first, *others = row
     if not others:
         return f'<tr class="group"><th colspan="{len(names)}" scope="colgroup">{_cell(first)}</th></tr>\n'
@@ -126,12 +109,12 @@ def _row(names: Sequence[str], row: Sequence[Cell]) -> str:
     return f'<tr><th scope="row">{_cell(first)}</th>{cells}</tr>\n'
 
 
-def _wrapping(cell: Cell) -> str:
+def _wrapping(cell: doc.Cell) -> str:
     """Return the class of a cell of words, which may break into lines."""
     return "" if _HAS_DIGIT.search(str(cell)) else ' class="words"'
 
 
-def _cell(cell: Cell) -> str:
-    if isinstance(cell, Pair):
+def _cell(cell: doc.Cell) -> str:
+    if isinstance(cell, doc.Pair):
         return f'<bdi>{escape(cell.value)}</bdi> <span class="interval">{escape(cell.below)}</span>'
     return f"<bdi>{escape(cell)}</bdi>" if cell else ""

@@ -9,22 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from minifloat.report.document import (
-    Alert,
-    Block,
-    Bullets,
-    Code,
-    Document,
-    Facts,
-    Figure,
-    Folded,
-    On,
-    Passage,
-    Section,
-    Table,
-    Text,
-    shown,
-)
+from minifloat.report import document as doc
 from minifloat.report.text import visible
 
 #: Characters that Markdown or HTML interpret; a bare ``www.``, ``://`` or ``@`` becomes a link. Underscores inside of
@@ -42,56 +27,56 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- minifloat {name}: begin -->", f"<!-- minifloat {name}: end -->"
 
 
-def write(document: Document) -> str:
+def write(document: doc.Document) -> str:
     return "\n".join(_lines(document.blocks, 2)).rstrip("\n") + "\n"
 
 
-def write_section(name: str, document: Document) -> str:
+def write_section(name: str, document: doc.Document) -> str:
     """Return the digest between the markers of a command, for `card.update_card`."""
     begin, end = markers(name)
     return f"{begin}\n{write(document)}{end}\n"
 
 
-def _lines(blocks: Iterable[Block], level: int) -> Iterator[str]:
-    for block in shown(blocks, On.CARD):
+def _lines(blocks: Iterable[doc.Block], level: int) -> Iterator[str]:
+    for block in doc.shown(blocks, doc.On.CARD):
         match block:
-            case Section():
+            case doc.Section():
                 if block.title:
                     yield from (f"{'#' * level} {escape(block.title)}", "")
                 yield from _lines(block.blocks, level + 1)
-            case Folded():
+            case doc.Folded():
                 yield from _lines(block.blocks, level)
-            case Text():
+            case doc.Text():
                 yield from (f"**{escape(block.text)}**" if block.tone == "strong" else escape(block.text), "")
-            case Bullets():
+            case doc.Bullets():
                 yield from (*(f"- {escape(item)}" for item in block.items), "")
-            case Facts():
+            case doc.Facts():
                 yield from (*(f"- {escape(name)}: {escape(value)}" for name, value in block.pairs), "")
-            case Alert():
+            case doc.Alert():
                 yield f"- **{escape(block.title)}**"
                 yield from (*(f"  - {escape(reason)}" for reason in block.reasons), "")
-            case Code():
+            case doc.Code():
                 yield from _code(block)
-            case Table():
+            case doc.Table():
                 yield from _table(block)
-            case Figure(chart=str()):
+            case doc.Figure(chart=str()):
                 yield from (f"![{escape(block.caption)}]({block.chart})", "")
-            case Figure() | Passage():
+            case doc.Figure() | doc.Passage():
                 pass
 
 
-def _code(block: Code) -> Iterator[str]:
+def _code(block: doc.Code) -> Iterator[str]:
     """Yield a fenced block; indented code after a list would be part of the list, and its markup would count."""
     lines = [visible(line) for line in block.text.splitlines()]
     fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
     yield from (f"{fence}{block.language}", *lines, fence, "")
 
 
-def _table(block: Table) -> Iterator[str]:
+def _table(block: doc.Table) -> Iterator[str]:
     """Yield the lines of a table; the heading of a group of rows becomes part of their names."""
     if block.title:
         yield from (escape(block.title), "")
-    columns, rows = block.shown(On.CARD)
+    columns, rows = block.shown(doc.On.CARD)
     yield f"| {' | '.join(escape(column.name) for column in columns)} |"
     yield f"| {' | '.join('---' if column.left else '--:' for column in columns)} |"
     group = ""

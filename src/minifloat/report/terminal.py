@@ -8,22 +8,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from minifloat.report.document import (
-    Alert,
-    Block,
-    Bullets,
-    Code,
-    Document,
-    Facts,
-    Figure,
-    Folded,
-    On,
-    Passage,
-    Section,
-    Table,
-    Text,
-    shown,
-)
+from minifloat.report import document as doc
 from minifloat.report.text import visible
 
 _MIN_FOLDED = 9  #: characters of a column that folds
@@ -36,7 +21,7 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
 
 
-def write(document: Document, console: Console | None = None) -> None:
+def write(document: doc.Document, console: Console | None = None) -> None:
     _Printer(console or make_console()).print_blocks(document.blocks)
 
 
@@ -48,36 +33,36 @@ class _Printer:
         self._gap = False  # whether an empty line comes before what is printed next
         self._started = False
 
-    def print_blocks(self, blocks: Iterable[Block]) -> None:
-        for block in shown(blocks, On.TERMINAL):
+    def print_blocks(self, blocks: Iterable[doc.Block]) -> None:
+        for block in doc.shown(blocks, doc.On.TERMINAL):
             match block:
-                case Section():
+                case doc.Section():
                     self._gap = True
                     self.print_blocks(block.blocks)
                     self._gap = True
-                case Folded():
+                case doc.Folded():
                     self.print_blocks(block.blocks)
-                case Text():
+                case doc.Text():
                     self._line(block.text, {"strong": "bold", "soft": "dim"}.get(block.tone, ""))
-                case Bullets():
+                case doc.Bullets():
                     for item in block.items:
                         self._line(item)
-                case Facts():
+                case doc.Facts():
                     width = max((len(name) for name, _ in block.pairs), default=0)
                     for name, value in block.pairs:
                         self._line(f"{name:<{width}}  {value}")
-                case Alert():
+                case doc.Alert():
                     self._line(block.title)
                     for reason in block.reasons:
                         self._line(f"  {reason}")
-                case Code():
+                case doc.Code():
                     for line in block.text.splitlines():
                         self._line(f"    {line}")
-                case Passage():
+                case doc.Passage():
                     self._line(f"{block.text}{block.marked}")
-                case Table():
+                case doc.Table():
                     self._table(block)
-                case Figure():
+                case doc.Figure():
                     pass
 
     def _line(self, text: str, style: str = "") -> None:
@@ -86,13 +71,13 @@ class _Printer:
         self._gap, self._started = False, True
         self._console.print(RichText(visible(text), style), soft_wrap=True)
 
-    def _table(self, block: Table) -> None:
+    def _table(self, block: doc.Table) -> None:
         self._gap = True
         if block.title:
             self._line(block.title)
         elif self._started:
             self._console.print()
-        columns, rows = block.shown(On.TERMINAL)
+        columns, rows = block.shown(doc.On.TERMINAL)
         table = RichTable(box=None, pad_edge=False, header_style="bold", show_header=any(c.name for c in columns))
         for column in columns:
             table.add_column(

@@ -9,23 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from minifloat.evaluate.bench.figures import BatchFigures, EngineFigures, GainsReport, spread
-from minifloat.report.document import (
-    Alert,
-    Axis,
-    Bullets,
-    Column,
-    Document,
-    Facts,
-    Figure,
-    Lines,
-    On,
-    Section,
-    Series,
-    Table,
-    Text,
-    columns,
-    section,
-)
+from minifloat.report import document as doc
 from minifloat.report.text import size_text, times, whole_percent
 
 _GIGA = 10**9
@@ -38,10 +22,10 @@ _NOTE = (
 )
 
 
-def document(report: GainsReport) -> Document:
-    return Document(
+def document(report: GainsReport) -> doc.Document:
+    return doc.Document(
         f"What was gained: {report.candidate.info['name']} against {report.baseline.info['name']}",
-        [gains_section(report, on=On.PAGE), *detail_sections(report)],
+        [gains_section(report, on=doc.On.PAGE), *detail_sections(report)],
     )
 
 
@@ -49,13 +33,13 @@ def _pair(report: GainsReport) -> tuple[tuple[str, EngineFigures], tuple[str, En
     return ("baseline", report.baseline), ("quantized", report.candidate)
 
 
-def gains_section(report: GainsReport, *, on: On = On.ALL) -> Section:
+def gains_section(report: GainsReport, *, on: doc.On = doc.On.ALL) -> doc.Section:
     doubts = f"Not to be quoted: {' '.join(report.doubts)}"
-    return section(
+    return doc.section(
         "What was gained",
-        Table(columns("what was gained", "baseline", "quantized", "gain"), gain_rows(report)),
-        Bullets(gain_sentences(report)),
-        Text(doubts if report.doubts else ""),
+        doc.Table(doc.columns("what was gained", "baseline", "quantized", "gain"), gain_rows(report)),
+        doc.Bullets(gain_sentences(report)),
+        doc.Text(doubts if report.doubts else ""),
         _latency_chart(report),
         on=on,
     )
@@ -128,21 +112,21 @@ def _sentence(subject: str, ratio: float | None, better: str, worse: str, more: 
     return f"{subject} {1 / ratio:.2f}x {worse} than before{more}.", True
 
 
-def _latency_chart(report: GainsReport) -> Figure | None:
+def _latency_chart(report: GainsReport) -> doc.Figure | None:
     """Return the time of a decode step over the batch, with the bound of the memory's bandwidth for each model."""
     batches = sorted(report.workload.batch_sizes)
-    series = [Series(f"{name}, measured", _points(engine, batches, "decode_ms")) for name, engine in _pair(report)]
+    series = [doc.Series(f"{name}, measured", _points(engine, batches, "decode_ms")) for name, engine in _pair(report)]
     series += [
-        Series(f"{name}, limit of the memory's bandwidth", _points(engine, batches, "bound_ms"))
+        doc.Series(f"{name}, limit of the memory's bandwidth", _points(engine, batches, "bound_ms"))
         for name, engine in _pair(report)
     ]
     series = [entry for entry in series if entry.points]
     if len(batches) < 2 or not series:
         return None
-    x = Axis("sequences at a time", log=True, at=tuple(map(float, batches)))
-    return Figure(
+    x = doc.Axis("sequences at a time", log=True, at=tuple(map(float, batches)))
+    return doc.Figure(
         "Time of a decode step by batch size, and the time to read its bytes at the measured bandwidth (roofline)",
-        Lines(series, x, Axis("milliseconds", log=True)),
+        doc.Lines(series, x, doc.Axis("milliseconds", log=True)),
     )
 
 
@@ -152,18 +136,18 @@ def _points(engine: EngineFigures, batches: Sequence[int], name: str) -> list[tu
     return [(float(batch), statistics.median(values[batch])) for batch in batches if values[batch]]
 
 
-def detail_sections(report: GainsReport) -> list[Section]:
+def detail_sections(report: GainsReport) -> list[doc.Section]:
     return [
-        section("", Text(_run_line(report)), on=On.TERMINAL),
-        section("Memory", _memory_table(report), on=On.TERMINAL | On.CARD),
-        section("Latencies", _decode_table(report), _latency_table(report), Text(_NOTE)),
-        section(
+        doc.section("", doc.Text(_run_line(report)), on=doc.On.TERMINAL),
+        doc.section("Memory", _memory_table(report), on=doc.On.TERMINAL | doc.On.CARD),
+        doc.section("Latencies", _decode_table(report), _latency_table(report), doc.Text(_NOTE)),
+        doc.section(
             "",
-            Alert("warning", "Not to be quoted:", report.doubts) if report.doubts else None,
-            Bullets(list(_remarks(report))),
-            on=On.TERMINAL | On.CARD,
+            doc.Alert("warning", "Not to be quoted:", report.doubts) if report.doubts else None,
+            doc.Bullets(list(_remarks(report))),
+            on=doc.On.TERMINAL | doc.On.CARD,
         ),
-        section("How the gains were measured", Facts(_run_facts(report)), on=On.PAGE | On.CARD),
+        doc.section("How the gains were measured", doc.Facts(_run_facts(report)), on=doc.On.PAGE | doc.On.CARD),
     ]
 
 
@@ -180,7 +164,7 @@ def _bandwidth(report: GainsReport) -> str:
     return f"{statistics.median(report.bandwidths) / _GIGA:.1f} GB/s" if report.bandwidths else "not measured"
 
 
-def _memory_table(report: GainsReport) -> Table:
+def _memory_table(report: GainsReport) -> doc.Table:
     engines = (report.baseline, report.candidate)
     weights, *others = _memory_rows(report)
     rows = [
@@ -192,7 +176,7 @@ def _memory_table(report: GainsReport) -> Table:
         ["reading the files", *(f"{engine.read_seconds:.2f} s" for engine in engines), ""],
     ]
     names = [f"{role}: {engine.info['name']}" for role, engine in zip(("baseline", "candidate"), engines, strict=True)]
-    return Table(columns("", *names, "gain"), rows)
+    return doc.Table(doc.columns("", *names, "gain"), rows)
 
 
 def _scheme(engine: EngineFigures) -> str:
@@ -200,7 +184,7 @@ def _scheme(engine: EngineFigures) -> str:
     return scheme.replace("none", engine.info["dtype"])
 
 
-def _decode_table(report: GainsReport) -> Table:
+def _decode_table(report: GainsReport) -> doc.Table:
     numbers = ("decode ms", "tokens/s", "bound", "of bandwidth", "spread", "gain", "gain's spread")
     rows = []
     for batch in report.workload.batch_sizes:
@@ -220,10 +204,10 @@ def _decode_table(report: GainsReport) -> Table:
                     whole_percent(spread(gains)) if engine is report.candidate else "",
                 ]
             )
-    return Table(columns("batch", Column("model", left=True), *numbers), rows)
+    return doc.Table(doc.columns("batch", doc.Column("model", left=True), *numbers), rows)
 
 
-def _latency_table(report: GainsReport) -> Table:
+def _latency_table(report: GainsReport) -> doc.Table:
     numbers = ("TTFT p50 ms", "p99", "ITL p50 ms", "p99", "TPOT p50 ms", "output tok/s", "prefill tok/s", "gain")
     keys = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "median_tpot_ms", "output_throughput")
     rows = []
@@ -233,7 +217,7 @@ def _latency_table(report: GainsReport) -> Table:
             gain = statistics.median(report.prefill_gains(batch)) if engine is report.candidate else None
             latencies = [f"{figures.metrics[key]:.1f}" for key in keys]
             rows.append([str(batch), name, *latencies, f"{statistics.median(figures.prefill):.0f}", times(gain, "")])
-    return Table(columns("batch", Column("model", left=True), *numbers), rows)
+    return doc.Table(doc.columns("batch", doc.Column("model", left=True), *numbers), rows)
 
 
 def _remarks(report: GainsReport) -> Iterator[str]:

@@ -7,93 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from minifloat.evaluate.compare import figures, words
 from minifloat.evaluate.compare.attribution import Attribution
-from minifloat.evaluate.compare.figures import (
-    change_chart,
-    kl_chart,
-    layer_charts,
-    margin_chart,
-    module_chart,
-    position_chart,
-    size_chart,
-    survival_chart,
-    task_chart,
-)
 from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, LikelyToken, ModelRecord, WorstToken
 from minifloat.evaluate.compare.summary import Positions, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome
-from minifloat.evaluate.compare.words import (
-    OUTCOMES,
-    attribution_text,
-    baseline_name,
-    candidate_names,
-    confidence_text,
-    formats_text,
-    generation_text,
-    increase,
-    late_text,
-    machine_facts,
-    override_options,
-    partial_text,
-    position_label,
-    recovery,
-    shown,
-    size_lines,
-    smaller,
-    suggestion_text,
-    task_difference,
-    task_score,
-    tolerance_text,
-    unmet_lines,
-    verdict_count,
-    verdict_line,
-    weights_text,
-)
-from minifloat.report.document import (
-    Alert,
-    Block,
-    Bullets,
-    Cell,
-    Code,
-    Column,
-    Document,
-    Facts,
-    Folded,
-    On,
-    Pair,
-    Passage,
-    Section,
-    Table,
-    Text,
-    columns,
-    section,
-)
+from minifloat.report import document as doc
 from minifloat.report.text import number, size_text, token_text, visible
 
 SAME = "Is it still the same model?"
-_WRITTEN = On.PAGE | On.CARD
+_WRITTEN = doc.On.PAGE | doc.On.CARD
 _KINDS = {Outcome.PASSED: "passed", Outcome.FAILED: "failed", Outcome.UNDECIDED: "undecided"}
 _WORST_MODULES = 3  #: modules that a terminal names
 _SHOWN = 5  #: tokens that are not folded
 _CONTEXT, _CARD_CONTEXT, _TOKEN, _CONTINUATION = 240, 40, 40, 1500  #: largest numbers of characters
 
 #: A column of a table of texts.
-_Quantity = tuple[str, Callable[[Summary], Cell]]
+_Quantity = tuple[str, Callable[[Summary], doc.Cell]]
 _TOKENS: _Quantity = ("tokens", lambda summary: f"{summary.tokens:,}")
-_CHANGE: _Quantity = ("change", lambda summary: shown(increase(summary), as_percent=True, signed=True))
-_KL: _Quantity = ("mean KL", lambda summary: shown(summary.kl_mean))
-_KL_P99: _Quantity = ("KL p99", lambda summary: shown(summary.kl_p99))
-_TOP1: _Quantity = ("same top-1", lambda summary: shown(summary.same_top1, as_percent=True))
-_TOP10: _Quantity = ("top-10", lambda summary: shown(summary.topk_overlap, as_percent=True))
+_CHANGE: _Quantity = ("change", lambda summary: words.shown(words.increase(summary), as_percent=True, signed=True))
+_KL: _Quantity = ("mean KL", lambda summary: words.shown(summary.kl_mean))
+_KL_P99: _Quantity = ("KL p99", lambda summary: words.shown(summary.kl_p99))
+_TOP1: _Quantity = ("same top-1", lambda summary: words.shown(summary.same_top1, as_percent=True))
+_TOP10: _Quantity = ("top-10", lambda summary: words.shown(summary.topk_overlap, as_percent=True))
 
 
-def document(comparison: Comparison) -> Document:
-    names = candidate_names(comparison)
+def document(comparison: Comparison) -> doc.Document:
+    names = words.candidate_names(comparison)
     title = names[0] if len(names) == 1 else f"{len(names)} candidates"
-    return Document(
-        f"{SAME} {title} against {baseline_name(comparison)}",
+    return doc.Document(
+        f"{SAME} {title} against {words.baseline_name(comparison)}",
         [
             *(_terminal_section(comparison, *pair) for pair in zip(names, comparison.candidates, strict=True)),
             verdict_section(comparison, on=_WRITTEN),
@@ -103,34 +48,38 @@ def document(comparison: Comparison) -> Document:
     )
 
 
-def verdict_section(comparison: Comparison, others: Sequence[CandidateResult] = (), *, on: On = On.ALL) -> Section:
-    names = candidate_names(comparison)
+def verdict_section(
+    comparison: Comparison, others: Sequence[CandidateResult] = (), *, on: doc.On = doc.On.ALL
+) -> doc.Section:
+    names = words.candidate_names(comparison)
     alerts = []
     for name, candidate in zip(names, comparison.candidates, strict=True):
-        lines = unmet_lines(candidate)
-        line, reasons = (verdict_count(candidate), lines) if len(lines) > 1 else (verdict_line(candidate), [])
-        alerts.append(Alert(_KINDS[candidate.verdict.outcome], f"{name}: {line}", reasons))
-    bounds = tolerance_text(comparison.candidates[0].verdict.tolerance)
-    partial = partial_text(comparison)
-    return section(
+        lines = words.unmet_lines(candidate)
+        line, reasons = (
+            (words.verdict_count(candidate), lines) if len(lines) > 1 else (words.verdict_line(candidate), [])
+        )
+        alerts.append(doc.Alert(_KINDS[candidate.verdict.outcome], f"{name}: {line}", reasons))
+    bounds = words.tolerance_text(comparison.candidates[0].verdict.tolerance)
+    partial = words.partial_text(comparison)
+    return doc.section(
         SAME,
-        Text(f"Compared with {baseline_name(comparison)} on the same tokens.", on=On.CARD),
-        Alert("warning", partial) if partial else None,
+        doc.Text(f"Compared with {words.baseline_name(comparison)} on the same tokens.", on=doc.On.CARD),
+        doc.Alert("warning", partial) if partial else None,
         _overview(comparison, names),
         *alerts,
-        Alert("warning", "Not measured", comparison.notes) if comparison.notes else None,
-        Text(f"The bounds, on every text: {bounds}. {confidence_text()}", on=_WRITTEN),
-        size_chart([*comparison.candidates, *others]),
+        doc.Alert("warning", "Not measured", comparison.notes) if comparison.notes else None,
+        doc.Text(f"The bounds, on every text: {bounds}. {words.confidence_text()}", on=_WRITTEN),
+        figures.size_chart([*comparison.candidates, *others]),
         on=on,
     )
 
 
-def _overview(comparison: Comparison, names: Sequence[str]) -> Table:
+def _overview(comparison: Comparison, names: Sequence[str]) -> doc.Table:
     first = comparison.candidates[0].overall
-    rows: list[list[Cell]] = [
+    rows: list[list[doc.Cell]] = [
         [
-            baseline_name(comparison),
-            weights_text(comparison.baseline),
+            words.baseline_name(comparison),
+            words.weights_text(comparison.baseline),
             number(first.baseline_perplexity),
             *["", "", ""],
             "baseline",
@@ -140,117 +89,124 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> Table:
         rows.append(
             [
                 name,
-                Pair(weights_text(candidate.model), smaller(comparison, candidate)),
+                doc.Pair(words.weights_text(candidate.model), words.smaller(comparison, candidate)),
                 number(candidate.overall.candidate_perplexity),
                 *(cell(candidate.overall) for _, cell in (_CHANGE, _KL, _TOP1)),
-                OUTCOMES[candidate.verdict.outcome].lower(),
+                words.OUTCOMES[candidate.verdict.outcome].lower(),
             ]
         )
     heads = ("weights", "perplexity", "change", "mean KL", "same top-1", "verdict")
-    return Table(columns("is it the same model?", *heads), rows, on=On.PAGE | On.TERMINAL)
+    return doc.Table(doc.columns("is it the same model?", *heads), rows, on=doc.On.PAGE | doc.On.TERMINAL)
 
 
 # ------------------------------------------------------------------------------------------------- a terminal
 
 
-def _terminal_section(comparison: Comparison, name: str, candidate: CandidateResult) -> Section:
+def _terminal_section(comparison: Comparison, name: str, candidate: CandidateResult) -> doc.Section:
     """Return the numbers of a candidate that a terminal shows."""
     positions = candidate.overall.positions
-    return section(
+    return doc.section(
         "",
-        _terminal_table(candidate, f"{baseline_name(comparison)} -> {name}: {size_lines(comparison, candidate)}"),
+        _terminal_table(
+            candidate, f"{words.baseline_name(comparison)} -> {name}: {words.size_lines(comparison, candidate)}"
+        ),
         None if positions is None else _position_table(positions),
-        Bullets(list(_terminal_lines(candidate))),
-        on=On.TERMINAL,
+        doc.Bullets(list(_terminal_lines(candidate))),
+        on=doc.On.TERMINAL,
     )
 
 
-def _terminal_table(candidate: CandidateResult, title: str) -> Table:
+def _terminal_table(candidate: CandidateResult, title: str) -> doc.Table:
     kl = "KL, nats" if candidate.model.served is None else "KL at least"
     quantities: list[_Quantity] = [
         _TOKENS,
         ("perplexity", lambda s: f"{number(s.baseline_perplexity, 3)} -> {number(s.candidate_perplexity, 3)}"),
         _CHANGE,
-        (kl, lambda s: shown(s.kl_mean, digits=1)),
-        ("same top-1", lambda s: shown(s.same_top1, as_percent=True, digits=1)),
+        (kl, lambda s: words.shown(s.kl_mean, digits=1)),
+        ("same top-1", lambda s: words.shown(s.same_top1, as_percent=True, digits=1)),
     ]
     rows = [[s.name, *(cell(s) for _, cell in quantities)] for s in candidate.summaries]
-    return Table(columns("text", *(name for name, _ in quantities), folds=True), rows, title)
+    return doc.Table(doc.columns("text", *(name for name, _ in quantities), folds=True), rows, title)
 
 
 def _terminal_lines(candidate: CandidateResult) -> Iterator[str]:
     overall = candidate.overall
     if overall.positions is not None and overall.positions.late is not None:
-        yield late_text(overall.positions.late)
+        yield words.late_text(overall.positions.late)
     yield (
         f"KL median {number(overall.kl_median.value, 3)}, p99 {number(overall.kl_p99.value, 3)}, "
         f"p99.9 {number(overall.kl_p999.value, 3)}, max {number(overall.kl_max, 3)}; top-10 overlap "
-        f"{shown(overall.topk_overlap, as_percent=True)}; bits per byte "
+        f"{words.shown(overall.topk_overlap, as_percent=True)}; bits per byte "
         f"{number(overall.baseline_bits_per_byte)} -> {number(overall.candidate_bits_per_byte)}"
     )
-    yield formats_text(candidate.model)
+    yield words.formats_text(candidate.model)
     if candidate.generation is not None:
-        yield f"generation: {generation_text(candidate.generation)}"
+        yield f"generation: {words.generation_text(candidate.generation)}"
     for task in candidate.tasks:
-        scores = [task_score(task, score) for score in (task.baseline, task.candidate)]
+        scores = [words.task_score(task, score) for score in (task.baseline, task.candidate)]
         p = "" if task.mcnemar_p is None else f", McNemar's p {number(task.mcnemar_p, 2)}"
         yield (
             f"task {task.task}, {task.metric}: {scores[0]} -> {scores[1]}, difference "
-            f"{task_difference(task)}{p}, {task.items:,} items, recovery {recovery(task)}"
+            f"{words.task_difference(task)}{p}, {task.items:,} items, recovery {words.recovery(task)}"
         )
     if candidate.attribution is not None:
-        yield f"damage: {attribution_text(candidate.attribution)}"
+        yield f"damage: {words.attribution_text(candidate.attribution)}"
         for row in candidate.attribution.rows[:_WORST_MODULES]:
             alone = "" if row.kl_alone is None else f", KL alone {number(row.kl_alone, 3)}"
             yield f"  {row.module}: SQNR {number(row.sqnr_db, 3)} dB{alone}"
         if candidate.attribution.suggestion is not None:
-            yield f"  {suggestion_text(candidate.attribution.suggestion)}"
-            yield from (f"  {option}" for option in override_options(candidate.attribution.suggestion))
+            yield f"  {words.suggestion_text(candidate.attribution.suggestion)}"
+            yield from (f"  {option}" for option in words.override_options(candidate.attribution.suggestion))
 
 
-def _terminal_verdicts(comparison: Comparison, names: Sequence[str]) -> Section:
+def _terminal_verdicts(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     """Return the verdicts, which are the last lines."""
     unknown = any(not row.kl_mean.known for candidate in comparison.candidates for row in candidate.summaries)
     lines = [
-        *([confidence_text()] if unknown else []),
+        *([words.confidence_text()] if unknown else []),
         *(f"Not measured: {note}" for note in comparison.notes),
-        *filter(None, [partial_text(comparison)]),
+        *filter(None, [words.partial_text(comparison)]),
     ]
     for name, candidate in zip(names, comparison.candidates, strict=True):
-        lines += [f"  {line}" for line in reversed(unmet_lines(candidate)[1:])]
-        lines.append(f"{name}: {verdict_line(candidate)}")
-    return section("", Bullets(lines), on=On.TERMINAL)
+        lines += [f"  {line}" for line in reversed(words.unmet_lines(candidate)[1:])]
+        lines.append(f"{name}: {words.verdict_line(candidate)}")
+    return doc.section("", doc.Bullets(lines), on=doc.On.TERMINAL)
 
 
 # ------------------------------------------------------------------------------------------------- the numbers
 
 
-def detail_sections(comparison: Comparison) -> list[Section]:
-    names, candidates = candidate_names(comparison), comparison.candidates
+def detail_sections(comparison: Comparison) -> list[doc.Section]:
+    names, candidates = words.candidate_names(comparison), comparison.candidates
     every = (_TOKENS, _PERPLEXITIES, _CHANGE, _BITS, _KL, _KL_P99, _TOP1, _TOP10)
     return [
-        section("Numbers", _text_table(candidates, names, every), on=On.CARD),
-        section("Perplexity", change_chart(candidates, names), _text_table(candidates, names, _PERPLEXITY), on=On.PAGE),
-        section(
+        doc.section("Numbers", _text_table(candidates, names, every), on=doc.On.CARD),
+        doc.section(
+            "Perplexity",
+            figures.change_chart(candidates, names),
+            _text_table(candidates, names, _PERPLEXITY),
+            on=doc.On.PAGE,
+        ),
+        doc.section(
             "KL divergence",
-            Text(
+            doc.Text(
                 "KL divergence of the candidate's next-token distribution from the baseline's, in nats per token: 0 "
                 "where they are the same."
             ),
-            kl_chart(candidates, names),
+            figures.kl_chart(candidates, names),
             _text_table(candidates, names, _DIVERGENCE),
-            on=On.PAGE,
+            on=doc.On.PAGE,
         ),
         _positions(comparison, names),
-        section(
+        doc.section(
             "Same top-1",
-            Text(
+            doc.Text(
                 "Same top-1 is the share of tokens at which both models have the same most probable token. One that "
                 "differs where the baseline hardly preferred its own is no loss; one that differs where it was sure is."
             ),
             _text_table(candidates, names, (_TOP1, ("of the first ten in common", _TOP10[1]))),
-            margin_chart(candidates, names),
-            on=On.PAGE,
+            figures.margin_chart(candidates, names),
+            on=doc.On.PAGE,
         ),
         _tasks(comparison, names),
         _generation(comparison, names),
@@ -269,7 +225,7 @@ _BITS: _Quantity = (
     lambda summary: f"{number(summary.baseline_bits_per_byte)} -> {number(summary.candidate_bits_per_byte)}",
 )
 _PERPLEXITY: tuple[_Quantity, ...] = (
-    ("tokens", lambda summary: Pair(f"{summary.tokens:,}", f"{summary.units:,} {_units(summary)}")),
+    ("tokens", lambda summary: doc.Pair(f"{summary.tokens:,}", f"{summary.units:,} {_units(summary)}")),
     ("baseline", lambda summary: number(summary.baseline_perplexity)),
     ("candidate", lambda summary: number(summary.candidate_perplexity)),
     _CHANGE,
@@ -278,9 +234,9 @@ _PERPLEXITY: tuple[_Quantity, ...] = (
 )
 _DIVERGENCE: tuple[_Quantity, ...] = (
     ("mean", _KL[1]),
-    ("median", lambda summary: shown(summary.kl_median)),
+    ("median", lambda summary: words.shown(summary.kl_median)),
     ("p99", _KL_P99[1]),
-    ("p99.9", lambda summary: shown(summary.kl_p999)),
+    ("p99.9", lambda summary: words.shown(summary.kl_p999)),
     ("max", lambda summary: number(summary.kl_max, 3)),
 )
 
@@ -289,15 +245,17 @@ def _units(summary: Summary) -> str:
     return f"{summary.unit.replace(' or ', 's or ')}s"
 
 
-def _text_table(candidates: Sequence[CandidateResult], names: Sequence[str], quantities: Sequence[_Quantity]) -> Table:
-    rows: list[list[Cell]] = []
+def _text_table(
+    candidates: Sequence[CandidateResult], names: Sequence[str], quantities: Sequence[_Quantity]
+) -> doc.Table:
+    rows: list[list[doc.Cell]] = []
     for place, summary in enumerate(candidates[0].summaries):
         if len(names) > 1:
             rows.append([summary.name])
         for name, candidate in zip(names, candidates, strict=True):
             cells = [cell(candidate.summaries[place]) for _, cell in quantities]
             rows.append([name if len(names) > 1 else summary.name, *cells])
-    return Table(columns("text", *(name for name, _ in quantities)), rows)
+    return doc.Table(doc.columns("text", *(name for name, _ in quantities)), rows)
 
 
 def _headed(comparison: Comparison, names: Sequence[str]) -> Iterator[tuple[str, CandidateResult]]:
@@ -305,34 +263,35 @@ def _headed(comparison: Comparison, names: Sequence[str]) -> Iterator[tuple[str,
     yield from zip(names if len(names) > 1 else [""], comparison.candidates, strict=True)
 
 
-def _positions(comparison: Comparison, names: Sequence[str]) -> Section:
+def _positions(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     parts = [
-        section(
+        doc.section(
             heading,
-            Text(f"{late_text(positions.late)}." if positions.late is not None else ""),
+            doc.Text(f"{words.late_text(positions.late)}." if positions.late is not None else ""),
             _position_table(positions, _units(candidate.overall)),
         )
         for heading, candidate in _headed(comparison, names)
         if (positions := candidate.overall.positions) is not None
     ]
     if not parts:
-        return section("")
+        return doc.section("")
     note = (
         "A token's position is the number of tokens before it in its window. Low precision can fail late in long "
         "windows, where a mean over the whole window hides it."
     )
-    chart = position_chart(comparison.candidates, names)
-    return section("KL divergence by position", Text(note, on=On.PAGE), chart, *parts, on=_WRITTEN)
+    chart = figures.position_chart(comparison.candidates, names)
+    return doc.section("KL divergence by position", doc.Text(note, on=doc.On.PAGE), chart, *parts, on=_WRITTEN)
 
 
-def _position_table(positions: Positions, units: str = "units") -> Table:
-    rows: list[list[Cell]] = [
-        [position_label(row), f"{row.tokens:,}", f"{row.units:,}", shown(row.kl_mean)] for row in positions.ranges
+def _position_table(positions: Positions, units: str = "units") -> doc.Table:
+    rows: list[list[doc.Cell]] = [
+        [words.position_label(row), f"{row.tokens:,}", f"{row.units:,}", words.shown(row.kl_mean)]
+        for row in positions.ranges
     ]
-    return Table(columns("positions", "tokens", Column(units, on=On.PAGE), "mean KL"), rows)
+    return doc.Table(doc.columns("positions", "tokens", doc.Column(units, on=doc.On.PAGE), "mean KL"), rows)
 
 
-def _tasks(comparison: Comparison, names: Sequence[str]) -> Section:
+def _tasks(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     found = [(name, c.tasks) for name, c in zip(names, comparison.candidates, strict=True) if c.tasks]
     by_label: dict[str, list[tuple[str, TaskDifference]]] = {}
     for name, tasks in found:
@@ -340,8 +299,8 @@ def _tasks(comparison: Comparison, names: Sequence[str]) -> Section:
             shots = f", {task.fewshot} examples" if task.fewshot else ""
             by_label.setdefault(f"{task.task}, {task.metric}{shots}", []).append((name, task))
     if not found:
-        return section("")
-    rows: list[list[Cell]] = []
+        return doc.section("")
+    rows: list[list[doc.Cell]] = []
     for label, entries in by_label.items():
         if len(found) > 1:
             rows.append([label])
@@ -352,78 +311,80 @@ def _tasks(comparison: Comparison, names: Sequence[str]) -> Section:
         "candidate, and only the baseline, gets right; p: McNemar's, small where they are too uneven for chance."
     )
     heads = ("items", "baseline", "candidate", "difference", "recovery", "better : worse")
-    chart = task_chart(by_label, [name for name, _ in found])
-    return section("Tasks", chart, Table(columns("task", *heads), rows), Text(note), on=_WRITTEN)
+    chart = figures.task_chart(by_label, [name for name, _ in found])
+    return doc.section("Tasks", chart, doc.Table(doc.columns("task", *heads), rows), doc.Text(note), on=_WRITTEN)
 
 
-def _task_cells(task: TaskDifference) -> list[Cell]:
+def _task_cells(task: TaskDifference) -> list[doc.Cell]:
     p = "" if task.mcnemar_p is None else f"p {number(task.mcnemar_p, 2)}"
     return [
         f"{task.items:,}",
-        task_score(task, task.baseline),
-        task_score(task, task.candidate),
-        task_difference(task),
-        recovery(task),
-        Pair(f"{task.wins} : {task.losses}", p),
+        words.task_score(task, task.baseline),
+        words.task_score(task, task.candidate),
+        words.task_difference(task),
+        words.recovery(task),
+        doc.Pair(f"{task.wins} : {task.losses}", p),
     ]
 
 
 # ------------------------------------------------------------------------------------------------- examples
 
 
-def _generation(comparison: Comparison, names: Sequence[str]) -> Section:
+def _generation(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     headed = zip(names, _headed(comparison, names), strict=True)
     found = [(name, heading, c.generation) for name, (heading, c) in headed if c.generation is not None]
     if not found:
-        return section("")
+        return doc.section("")
     note = (
         "Both models write what they find the most probable. One token that differs sends them different ways, even "
         "where the two choices were all but equal, so texts that part are not worse for it."
     )
-    lines = [f"{heading}{': ' if heading else ''}{generation_text(divergence)}." for _, heading, divergence in found]
-    return section(
+    lines = [
+        f"{heading}{': ' if heading else ''}{words.generation_text(divergence)}." for _, heading, divergence in found
+    ]
+    return doc.section(
         "Greedy generation",
-        Text(note, on=On.PAGE),
-        Bullets(lines),
-        survival_chart([(name, divergence) for name, _, divergence in found]),
+        doc.Text(note, on=doc.On.PAGE),
+        doc.Bullets(lines),
+        figures.survival_chart([(name, divergence) for name, _, divergence in found]),
         *(_samples(heading, divergence) for _, heading, divergence in found),
         on=_WRITTEN,
     )
 
 
-def _samples(heading: str, divergence: GreedyDivergence) -> Section:
-    return section(heading, *(block for pair in divergence.samples for block in _sample(pair)), on=On.PAGE)
+def _samples(heading: str, divergence: GreedyDivergence) -> doc.Section:
+    return doc.section(heading, *(block for pair in divergence.samples for block in _sample(pair)), on=doc.On.PAGE)
 
 
-def _sample(pair: ContinuationPair) -> Iterator[Block]:
+def _sample(pair: ContinuationPair) -> Iterator[doc.Block]:
     """Yield a prompt and both continuations, marked from the character on at which they part."""
     first, second = (visible(text, lines=True)[:_CONTINUATION] for text in (pair.baseline, pair.candidate))
     common = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
     parted = f"they part at token {pair.parted_at}" if pair.parted_at is not None else "the same to the end"
-    yield Text(f"Prompt; {parted} of the continuation", "soft")
-    yield Passage(_last(visible(pair.prompt), _CONTEXT))
+    yield doc.Text(f"Prompt; {parted} of the continuation", "soft")
+    yield doc.Passage(_last(visible(pair.prompt), _CONTEXT))
     for model, text in (("baseline", first), ("candidate", second)):
-        yield Text(model, "soft")
-        yield Passage(text[:common], text[common:])
+        yield doc.Text(model, "soft")
+        yield doc.Passage(text[:common], text[common:])
 
 
 def _last(text: str, count: int) -> str:
     return f"…{text[-count:]}" if len(text) > count else text
 
 
-def _damage(comparison: Comparison, names: Sequence[str]) -> Section:
+def _damage(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     parts = [
         _candidate_damage(heading, candidate, candidate.attribution)
         for heading, candidate in _headed(comparison, names)
         if candidate.attribution is not None
     ]
-    return section("Where the damage comes from", *parts, on=_WRITTEN)
+    return doc.section("Where the damage comes from", *parts, on=_WRITTEN)
 
 
-def _candidate_damage(heading: str, candidate: CandidateResult, attribution: Attribution) -> Section:
-    rows: list[list[Cell]] = [
+def _candidate_damage(heading: str, candidate: CandidateResult, attribution: Attribution) -> doc.Section:
+    rows: list[list[doc.Cell]] = [
         [
             row.module,
             number(row.sqnr_db),
@@ -434,45 +395,45 @@ def _candidate_damage(heading: str, candidate: CandidateResult, attribution: Att
         for row in attribution.rows
     ]
     suggestion = attribution.suggestion
-    options = override_options(suggestion)
-    heads = columns("module", "SQNR, dB", "KL alone", "KL of all others", "bytes more in BF16")
-    return section(
+    options = words.override_options(suggestion)
+    heads = doc.columns("module", "SQNR, dB", "KL alone", "KL of all others", "bytes more in BF16")
+    return doc.section(
         heading,
-        Text(f"{attribution_text(attribution)}."),
-        Text(f"{suggestion_text(suggestion)}." if suggestion else ""),
-        *((Text("What to tell minifloat quantize:"), Code("\n".join(options))) if options else ()),
-        module_chart(attribution, candidate.verdict.tolerance),
-        *layer_charts(attribution),
-        Folded("All modules, the worst first", [Table(heads, rows)], on=On.PAGE),
+        doc.Text(f"{words.attribution_text(attribution)}."),
+        doc.Text(f"{words.suggestion_text(suggestion)}." if suggestion else ""),
+        *((doc.Text("What to tell minifloat quantize:"), doc.Code("\n".join(options))) if options else ()),
+        figures.module_chart(attribution, candidate.verdict.tolerance),
+        *figures.layer_charts(attribution),
+        doc.Folded("All modules, the worst first", [doc.Table(heads, rows)], on=doc.On.PAGE),
     )
 
 
-def _worst(comparison: Comparison, names: Sequence[str]) -> Section:
-    parts: list[Block] = []
+def _worst(comparison: Comparison, names: Sequence[str]) -> doc.Section:
+    parts: list[doc.Block] = []
     for heading, candidate in _headed(comparison, names):
         cases = [list(_case(worst)) for worst in candidate.worst]
         blocks = [block for case in cases[:_SHOWN] for block in case]
         rest = [block for case in cases[_SHOWN:] for block in case]
-        folded = [Folded(f"{len(cases) - _SHOWN} more", rest)] if rest else []
+        folded = [doc.Folded(f"{len(cases) - _SHOWN} more", rest)] if rest else []
         rows = [_card_cells(worst) for worst in candidate.worst[:_SHOWN]]
-        parts += [section(heading, *blocks, *folded, on=On.PAGE)] if cases else []
-        heads = columns("KL", "after", "came", "baseline expected", "candidate expected")
-        parts += [Table(heads, rows, heading, on=On.CARD)] if rows else []
+        parts += [doc.section(heading, *blocks, *folded, on=doc.On.PAGE)] if cases else []
+        heads = doc.columns("KL", "after", "came", "baseline expected", "candidate expected")
+        parts += [doc.Table(heads, rows, heading, on=doc.On.CARD)] if rows else []
     note = "The token of the text is marked; below it are the tokens that each model found the most probable there."
-    return section("Where they differ most", Text(note, on=On.PAGE) if parts else None, *parts, on=_WRITTEN)
+    return doc.section("Where they differ most", doc.Text(note, on=doc.On.PAGE) if parts else None, *parts, on=_WRITTEN)
 
 
-def _case(worst: WorstToken) -> Iterator[Block]:
-    yield Text(
+def _case(worst: WorstToken) -> Iterator[doc.Block]:
+    yield doc.Text(
         f"KL {number(worst.kl, 3)} nats; {worst.text}, document {worst.document}, token {worst.position}", "soft"
     )
-    yield Passage(_last(visible(worst.context), _CONTEXT), _token(worst.token))
-    rows: list[list[Cell]] = []
+    yield doc.Passage(_last(visible(worst.context), _CONTEXT), _token(worst.token))
+    rows: list[list[doc.Cell]] = []
     for place in range(max(len(worst.baseline), len(worst.candidate))):
         cells = [cell for tokens in (worst.baseline, worst.candidate) for cell in _likely(tokens[place : place + 1])]
         rows.append([str(place + 1), *cells])
     if rows:
-        yield Table(columns("", "baseline", "probability", "candidate", "probability"), rows)
+        yield doc.Table(doc.columns("", "baseline", "probability", "candidate", "probability"), rows)
 
 
 def _likely(tokens: Sequence[LikelyToken]) -> list[str]:
@@ -484,7 +445,7 @@ def _token(token: str) -> str:
     return f"{found[:_TOKEN]}…" if len(found) > _TOKEN else found
 
 
-def _card_cells(worst: WorstToken) -> list[Cell]:
+def _card_cells(worst: WorstToken) -> list[doc.Cell]:
     choices = [
         f"{_token(tokens[0].token)} ({tokens[0].probability:.0%})" if tokens else "-"
         for tokens in (worst.baseline, worst.candidate)
@@ -495,13 +456,13 @@ def _card_cells(worst: WorstToken) -> list[Cell]:
 # ------------------------------------------------------------------------------------------------- what was run
 
 
-def _run(comparison: Comparison) -> Section:
+def _run(comparison: Comparison) -> doc.Section:
     rows = [[text.name, f"{text.documents:,}", f"{text.tokens:,}", text.sha256[:16]] for text in comparison.texts]
-    return section(
+    return doc.section(
         "What was run",
-        Facts(list(_run_facts(comparison))),
-        Table(columns("text", "documents", "tokens", "sha256"), rows),
-        Code(comparison.command) if comparison.command else None,
+        doc.Facts(list(_run_facts(comparison))),
+        doc.Table(doc.columns("text", "documents", "tokens", "sha256"), rows),
+        doc.Code(comparison.command) if comparison.command else None,
         on=_WRITTEN,
     )
 
@@ -513,9 +474,9 @@ def _run_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "windows", f"{comparison.window:,} tokens, in {comparison.dtype}"
     share = "" if not comparison.partial else f" of {comparison.tokens_total:,}"
     yield "tokens", f"{comparison.tokens_done:,}{share}, scored in {number(comparison.seconds, 3)} s"
-    yield from machine_facts(comparison.machine)
+    yield from words.machine_facts(comparison.machine)
 
 
 def _model_text(model: ModelRecord) -> str:
     size = "weights of unknown size" if model.nbytes is None else f"{model.nbytes:,} bytes"
-    return f"{model.name}: {size}, {formats_text(model)}"
+    return f"{model.name}: {size}, {words.formats_text(model)}"
