@@ -34,7 +34,7 @@ def peak() -> float:
 def plain_seconds(models: list[TransformersModel], corpus: Corpus) -> float:
     """Return the seconds of the forward passes of all models over all windows."""
     start = time.perf_counter()
-    for batch in corpus.batches():
+    for batch in corpus.batches:
         for model in models:
             model.model(input_ids=batch.ids, use_cache=False)
     return time.perf_counter() - start

@@ -23,7 +23,8 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from minifloat.evaluate.compare import CompareOptions, compare_models
+from minifloat.evaluate.compare.options import CompareOptions
+from minifloat.evaluate.compare.run import compare_models
 from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.numerics.scheme import weight_only as without_inputs
 from minifloat.quantize.data import DataOptions

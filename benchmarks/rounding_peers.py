@@ -23,7 +23,8 @@ import click
 
 from minifloat.calibration.calibrate import load_texts
 from minifloat.checkpoint import Checkpoint
-from minifloat.evaluate.compare import CompareOptions, compare_models
+from minifloat.evaluate.compare.options import CompareOptions
+from minifloat.evaluate.compare.run import compare_models
 from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.data import DEFAULT_TEXT
 from minifloat.quantize.job import quantize_checkpoint

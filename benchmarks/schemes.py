@@ -15,7 +15,8 @@ from pathlib import Path
 import click
 
 from minifloat import SCHEMES, CompareOptions, MinifloatError, QuantizeOptions, compare_models, quantize_checkpoint
-from minifloat.evaluate.compare import CandidateResult, Summary
+from minifloat.evaluate.compare.result import CandidateResult
+from minifloat.evaluate.compare.summary import Summary
 from minifloat.quantize.report import QuantizeReport
 
 FORMATS = [(name, "compressed-tensors") for name in SCHEMES] + [("fp8-block", "fp8")]

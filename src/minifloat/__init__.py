@@ -50,14 +50,10 @@ if TYPE_CHECKING:
     from minifloat.evaluate.bench.gains import bench_checkpoint
     from minifloat.evaluate.bench.workload import BenchOptions, Workload
     from minifloat.evaluate.checkpoint_report import write_report
-    from minifloat.evaluate.compare import (
-        CompareOptions,
-        Comparison,
-        ServedOptions,
-        Tolerance,
-        compare_models,
-        compare_served,
-    )
+    from minifloat.evaluate.compare.options import CompareOptions, ServedOptions, Tolerance
+    from minifloat.evaluate.compare.result import Comparison
+    from minifloat.evaluate.compare.run import compare_models
+    from minifloat.evaluate.compare.served import compare_served
     from minifloat.model.layouts.inspection import Inspection, inspect_checkpoint
     from minifloat.model.runtime.load import LoadOptions, load
     from minifloat.numerics.scheme import SCHEMES, Scheme
@@ -83,8 +79,8 @@ _EXPORTS = {
     "ChatClient": "minifloat.serve.client",
     "CheckReport": "minifloat.deploy.check",
     "Checkpoint": "minifloat.checkpoint",
-    "CompareOptions": "minifloat.evaluate.compare",
-    "Comparison": "minifloat.evaluate.compare",
+    "CompareOptions": "minifloat.evaluate.compare.options",
+    "Comparison": "minifloat.evaluate.compare.result",
     "ConvertOptions": "minifloat.quantize.convert",
     "ConvertReport": "minifloat.quantize.convert",
     "DataOptions": "minifloat.quantize.data",
@@ -107,18 +103,18 @@ _EXPORTS = {
     "SCHEMES": "minifloat.numerics.scheme",
     "SamplingParams": "minifloat.engine",
     "Scheme": "minifloat.numerics.scheme",
-    "ServedOptions": "minifloat.evaluate.compare",
+    "ServedOptions": "minifloat.evaluate.compare.options",
     "ServerSettings": "minifloat.serve.server.settings",
     "Target": "minifloat.deploy.check",
     "TextOptions": "minifloat.calibration.options",
-    "Tolerance": "minifloat.evaluate.compare",
+    "Tolerance": "minifloat.evaluate.compare.options",
     "Workload": "minifloat.evaluate.bench.workload",
     "bench_checkpoint": "minifloat.evaluate.bench.gains",
     "calibrate": "minifloat.calibration.calibrate",
     "chat": "minifloat.serve.client",
     "check_checkpoint": "minifloat.deploy.check",
-    "compare_models": "minifloat.evaluate.compare",
-    "compare_served": "minifloat.evaluate.compare",
+    "compare_models": "minifloat.evaluate.compare.run",
+    "compare_served": "minifloat.evaluate.compare.served",
     "convert_checkpoint": "minifloat.quantize.convert",
     "doctor": "minifloat.deploy.diagnosis",
     "generate": "minifloat.serve.text",

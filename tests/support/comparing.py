@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minifloat.evaluate import compare
-from minifloat.evaluate.compare import CompareOptions, Comparison, ServedOptions
+from minifloat.evaluate.compare import run, served
+from minifloat.evaluate.compare.options import CompareOptions, ServedOptions
+from minifloat.evaluate.compare.result import Comparison
 
 
 def compare_models(
@@ -14,8 +15,8 @@ def compare_models(
 ) -> Comparison:
     """Compare models; greedy continuations are left out unless asked for."""
     chosen = CompareOptions(**{"prompts": 0} | options)
-    return compare.compare_models(baseline, candidates, data, chosen, progress=progress)
+    return run.compare_models(baseline, candidates, data, chosen, progress=progress)
 
 
 def compare_served(baseline: Any, url: str, data: Any = (), **options: Any) -> Comparison:
-    return compare.compare_served(baseline, url, data, ServedOptions(**options))
+    return served.compare_served(baseline, url, data, ServedOptions(**options))

@@ -25,7 +25,12 @@ from typing import Any
 from doc_blocks import ROOT, Block
 from doc_matching import difference, tolerance
 
-_PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "minifloat.evaluate.compare", "minifloat.serve.server"]
+_PRELOAD = [
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "minifloat.evaluate.compare.run",
+    "minifloat.serve.server",
+]
 _SHELL = frozenset("|&;<>$`")
 _TIMEOUT = 300
 

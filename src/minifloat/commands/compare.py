@@ -27,7 +27,7 @@ from minifloat.errors import UsageError
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, ServedOptions, Tolerance
 
 if TYPE_CHECKING:
-    from minifloat.evaluate.compare import Comparison
+    from minifloat.evaluate.compare.result import Comparison
 
 _INTERRUPTED = 130
 #: Parameters that say nothing about a server.
@@ -125,14 +125,14 @@ def compare(
     shared = {"tolerance": build(Tolerance, values), "command": shlex.join(["minifloat", *sys.argv[1:]])}
     with progress_bar(enabled=not as_json) as progress:
         if served is None:
-            from minifloat.evaluate.compare import compare_models
+            from minifloat.evaluate.compare.run import compare_models
 
             values["tasks"] = tuple(filter(None, (values["tasks"] or "").split(",")))
             values["attribute"] = values["attribute_seconds"] if values["attribute"] else 0.0
             options = build(CompareOptions, values, **shared)
             comparison = compare_models(baseline, candidates, data, options, progress=progress)
         else:
-            from minifloat.evaluate.compare import compare_served
+            from minifloat.evaluate.compare.served import compare_served
 
             _refuse_options_of_models()
             of_server = build(ServedOptions, values, model=values["served_model"], **shared)

@@ -13,7 +13,7 @@ from minifloat.errors import MinifloatError, UsageError
 
 if TYPE_CHECKING:
     from minifloat.evaluate.bench.figures import GainsReport
-    from minifloat.evaluate.compare import Comparison
+    from minifloat.evaluate.compare.result import Comparison
     from minifloat.report.document import Document
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -1,8 +1,7 @@
 """The one report beside a checkpoint: what was done, whether it is the same model, what was gained, where it loads.
 
-`quantize` leaves minifloat.json; `compare` and `bench` keep their results in report.json. Each of them draws
-report.html again from all results that are there. `push` uploads neither file, because they quote texts that the
-models were compared on.
+`compare` and `bench` keep their results in report.json, and draw report.html again from all results that are there.
+`push` uploads neither file, because they quote texts that the models were compared on.
 """
 
 from __future__ import annotations
@@ -129,12 +128,12 @@ class Results:
 
 
 def read_results(folder: str | os.PathLike[str]) -> Results:
-    """Return the results that are beside a checkpoint, and the engines that load it."""
     root = resolve_folder(folder)
     with Checkpoint.open(root) as checkpoint:
         subject = Subject.of_checkpoint(checkpoint)
     stored = _read_stored(root)
-    comparison, others, gains = None, (), None
+    comparison, gains = None, None
+    others: tuple[Any, ...] = ()
     try:
         if "compare" in stored:
             from minifloat.evaluate.compare.result import CandidateResult, Comparison
@@ -156,7 +155,6 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
 
 
 def store_result(folder: str | os.PathLike[str], result: Comparison | GainsReport) -> None:
-    """Keep the result of `compare` or `bench` beside a checkpoint, in place of an earlier one."""
     root = resolve_folder(folder)
     try:
         stored = _read_stored(root)

@@ -1,11 +1,7 @@
 """minifloat's engine as a model type of lm-evaluation-harness.
 
-    python -m minifloat.evaluate.lm_eval --model minifloat --model_args pretrained=OUT --tasks hellaswag
-
-is ``lm_eval`` with one more name for ``--model``; all its other arguments are the same. Versions of the harness that
-find model types of other packages by the entry point ``lm_eval.models`` (its main branch since September 2026; 0.4.13
-does not) know the name in the command ``lm_eval`` too. A program that uses the harness as a library calls `register`
-before ``lm_eval.simple_evaluate(model="minifloat", ...)``.
+``python -m minifloat.evaluate.lm_eval`` is the harness' command ``lm_eval`` with one more ``--model``; programs
+call `register` before ``lm_eval.simple_evaluate``. Versions after 0.4.13 find the name by an entry point too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The model type: lm-evaluation-harness' model of transformers, with minifloat's engine in the place of the model.
 
-Prompts, tokens, truncation, windows of long documents and the cutting of answers are the harness' own code for
-transformers (`lm_eval.models.huggingface.HFLM`), so that results differ only by what the kernels round. The engine
-answers: requests run together, and the beginnings of prompts that requests share are computed once.
-
-Left out: encoder-decoder models, adapters, several devices. `HFLM` has options for them; this class has not.
+Prompts, tokens, truncation, windows of long documents and the cutting of answers are the harness' own code
+(`lm_eval.models.huggingface.HFLM`). Left out: encoder-decoder models, adapters, several devices.
 """
 
 from __future__ import annotations
@@ -46,8 +43,6 @@ _Tokens = tuple[tuple[str, str], list[int], list[int]]
 
 
 class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
-    """A checkpoint, quantized or not, that minifloat's engine runs for lm-evaluation-harness."""
-
     def __init__(
         self,
         pretrained: str | Engine,
@@ -135,7 +130,6 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return [answers[index] for index in range(len(requests))]
 
     def _scoring(self, request: _Tokens) -> tuple[list[int], SamplingParams]:
-        """Return the tokens of a context with its continuation, and what to report of them."""
         _, context, continuation = request
         tokens = (context + continuation)[-(self.max_length + 1) :]
         start = len(tokens) - len(continuation)
@@ -148,7 +142,6 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
     # ------------------------------------------------------------------------------------------- generation
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return of each prompt the text that follows it, up to a stop string."""
         answers: dict[int, str] = {}
         end: str = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         stops: list[list[str]] = []
@@ -168,7 +161,6 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return [answers[index] for index in range(len(requests))]
 
     def _generating(self, context: str, options: dict[str, Any], stop: list[str]) -> tuple[list[int], SamplingParams]:
-        """Return the tokens of a prompt, and how the engine is to continue it."""
         most = options.pop("max_gen_toks")
         room = self.max_length - most
         if room < 1:

@@ -1,7 +1,6 @@
 """The model card (README.md) of a checkpoint: YAML metadata in its head, and sections that minifloat keeps up to date.
 
-Each section is enclosed by two marker comments and is replaced in place. Everything outside of the markers stays as it
-is, byte for byte, so a person may edit the rest of the card.
+Each section is enclosed by two marker comments and replaced in place; everything else stays as it is, byte for byte.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def read_metadata(card: str) -> dict[str, Any]:
 
 
 def add_metadata(card: str, values: Mapping[str, Any]) -> str:
-    """Return the card with values appended to the metadata in its head."""
     from huggingface_hub.utils import yaml_dump
 
     match = _HEAD.match(card)

@@ -1,7 +1,6 @@
 """What a result says, once: sections of sentences, tables and figures, which `terminal`, `html` and `markdown` write.
 
-Texts are plain: each writer escapes them, and shows characters that control a terminal as symbols. Numbers enter as
-text (`report.text`). A block says where it appears: the page beside a checkpoint has everything, the card is a digest.
+Texts are plain: each writer escapes them. Numbers enter as text (`report.text`). A block says where it appears.
 """
 
 from __future__ import annotations
@@ -109,8 +108,6 @@ class Passage(Block):
 
 @dataclass(frozen=True)
 class Folded(Block):
-    """Blocks that a page shows when the reader asks for them."""
-
     summary: str
     blocks: Sequence[Block]
 

@@ -1,7 +1,7 @@
 """The charts of a page, as SVG that matplotlib draws: equal data gives equal bytes.
 
-Series differ in dashes and markers as well as in colour, so colour is never needed to read a chart. Texts stay texts.
-Colours become CSS variables (``--series-1`` ...) with a fallback, so that a page can choose them for its background.
+Series differ in dashes and markers as well as in colour. Colours become CSS variables with a fallback, so that a page
+can choose them for its background.
 """
 
 from __future__ import annotations
@@ -198,7 +198,6 @@ def _rows(canvas: Canvas, axes: Axes, names: Sequence[str], rows: int) -> None:
 
 
 def _row_texts(axes: Axes, texts: Sequence[tuple[float, str]]) -> None:
-    """Write a text at the right of each row."""
     for y, text in texts:
         axes.annotate(
             visible(text), (1.0, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",

@@ -1,8 +1,4 @@
-"""Documents as one HTML file without scripts or network requests, easy to mail, print and archive.
-
-All text is escaped here, and cannot change the direction of other text. Pages are also well-formed XML, which the tests
-rely on. The charts are drawn by `report.figures`, which is imported when a page has one.
-"""
+"""Documents as one HTML file without scripts or network requests, which is well-formed XML too."""
 
 from __future__ import annotations
 

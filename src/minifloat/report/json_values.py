@@ -1,7 +1,6 @@
 """Dataclasses as JSON values and back, so that a page can be drawn again from the results of an earlier command.
 
-A value that JSON cannot hold, NaN or infinity, becomes a string. The types of the fields say what to read; a value of
-another type is an error, because the file may come from another version or from another person.
+NaN and infinity become strings. A value of another type than its field is an error: the file may be of another version.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _PLAIN = (bool, int, float, str)
 
 
-def to_values(value: Any) -> Any:
-    """Return a dataclass, and all that it holds, as JSON values."""
+def to_values(value: Any, *, finite: bool = False) -> Any:
+    """Return a dataclass, and all that it holds, as JSON values; `finite`: NaN and infinity become None."""
     if dataclasses.is_dataclass(value):
-        return {field.name: to_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_values(getattr(value, field.name), finite=finite) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_values(item) for key, item in value.items()}
+        return {str(key): to_values(item, finite=finite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_values(item) for item in value]
+        return [to_values(item, finite=finite) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return None if finite else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
 def from_values(kind: type[_T], values: Any) -> _T:
-    """Return the dataclass that `to_values` was called on."""
     result: _T = _read(kind, values, kind.__name__)
     return result
 

@@ -1,7 +1,6 @@
 """Documents as Markdown, for the model card: a digest without charts and quoted passages.
 
-Hubs render a card as HTML, and it contains names of texts and tokens of models: `escape` replaces every character that
-could begin markup by a numeric reference, which Markdown never interprets as structure.
+Hubs render a card as HTML, and it contains names of texts and tokens of models, so `escape` leaves no markup in them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ def escape(text: str) -> str:
 
 
 def markers(name: str) -> tuple[str, str]:
-    """Return the first and the last line of the section of a command."""
     return f"<!-- minifloat {name}: begin -->", f"<!-- minifloat {name}: end -->"
 
 
@@ -32,7 +30,6 @@ def write(document: doc.Document) -> str:
 
 
 def write_section(name: str, document: doc.Document) -> str:
-    """Return the digest between the markers of a command, for `card.update_card`."""
     begin, end = markers(name)
     return f"{begin}\n{write(document)}{end}\n"
 

@@ -1,9 +1,4 @@
-"""Names, text and numbers for readers: in HTML, in Markdown and on a terminal.
-
-The output of a model and the name of a file may hold anything: escape sequences that move a terminal's cursor, marks
-that change the direction of the text after them, invisible letters. `visible` shows such characters as symbols, so that
-they have no effect.
-"""
+"""Names, text and numbers for readers: in HTML, in Markdown and on a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ _CERTAIN = 4  #: digits of a number without an interval
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """Return the text with symbols in place of invisible characters and characters that control a terminal."""
+    """Return the text with symbols in place of invisible characters and those that control a terminal or directions."""
     return "".join(char if lines and char in "\n\t" else _visible(char) for char in text)
 
 
@@ -113,7 +108,6 @@ def decimal_size(nbytes: float) -> str:
 
 
 def shape_text(shapes: set[tuple[int, ...]]) -> str:
-    """Return the shape that a group of tensors shares, such as ``64x128``, or "various"."""
     return "x".join(map(str, next(iter(shapes)))) if len(shapes) == 1 else "various"
 
 
@@ -168,7 +162,6 @@ def times(ratio: float | None, missing: str = "-") -> str:
 
 
 def whole_percent(value: float | None) -> str:
-    """Return a fraction in whole percent, or a dash if it was not measured."""
     return "-" if value is None else f"{value:.0%}"
 
 

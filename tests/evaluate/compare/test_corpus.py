@@ -41,7 +41,7 @@ def test_batches_hold_every_window_once_in_rows_of_one_length(
     rows = [{"text": "abcdefghij"[: 2 + n % 5] * 3} for n in range(40)]
     table = write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
     corpus = Corpus([table, write(tmp_path / "fox.txt", TEXT)], tokenizer, 32)
-    batches = corpus.batches()
+    batches = corpus.batches
     seen = Counter((batch.text, index) for batch in batches for index in batch.windows)
     assert set(seen.values()) == {1}
     assert len(seen) == sum(len(text.windows) for text in corpus.texts)
@@ -61,7 +61,7 @@ def test_units_are_documents_where_there_are_many_and_windows_where_there_are_fe
     few = write(tmp_path / "few.txt", f"{TEXT}<|endoftext|>{TEXT}")
     corpus = Corpus([many, few], tokenizer, 50)
     assert [(text.documents, text.unit) for text in corpus.texts] == [(15, "document"), (2, "window")]
-    units = [{int(unit) for b in corpus.batches() if b.text == n for unit in b.units} for n in (0, 1)]
+    units = [{int(unit) for b in corpus.batches if b.text == n for unit in b.units} for n in (0, 1)]
     assert (len(units[0]), len(units[1])) == (15, len(corpus.texts[1].windows))
     assert not units[0] & units[1]
 
@@ -86,7 +86,7 @@ def test_without_a_source_the_texts_that_come_with_minifloat_are_used(tokenizer:
 
 def test_the_same_text_gives_the_same_batches(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write(tmp_path / "fox.txt", TEXT)
-    first, second = (Corpus([path], tokenizer, 16).batches() for _ in range(2))
+    first, second = (Corpus([path], tokenizer, 16).batches for _ in range(2))
     assert [batch.windows for batch in first] == [batch.windows for batch in second]
 
 

@@ -19,7 +19,9 @@ from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
-from minifloat.evaluate.compare import Outcome, Tolerance, corpus, models, opening, scoring, transformers_model
+from minifloat.evaluate.compare import corpus, models, opening, scoring, transformers_model
+from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.verdict import Outcome
 from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions

@@ -1,7 +1,4 @@
-"""What `bench` says: memory and latency of two models, gains in sentences, and what was run.
-
-The model card has the tables; the page has the chart with the limit of the memory's bandwidth.
-"""
+"""What `bench` says: memory and latency of two models, gains in sentences, and what was run."""
 
 from __future__ import annotations
 

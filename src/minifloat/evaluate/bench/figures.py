@@ -1,8 +1,7 @@
 """Figures of a bench, named as in ``vllm bench serve``, and the reasons why they are not to be quoted.
 
-The bound of a decode step is the time to read its bytes at the machine's measured bandwidth: each weight that a step
-multiplies with once, and the keys and values of every sequence. Of mixtures of experts it counts all experts, of which
-a small batch reads only some.
+The bound of a decode step is the time to read its bytes at the measured bandwidth: each weight once, and the keys and
+values of every sequence. It counts all experts of a mixture, of which a small batch reads only some.
 """
 
 from __future__ import annotations
@@ -51,12 +50,10 @@ class BatchFigures:
 
     @property
     def bound_throughput(self) -> float | None:
-        """Upper bound of `decode_throughput` that the memory bandwidth sets."""
         return self.batch * 1e3 / statistics.median(self.bound_ms) if self.bound_ms else None
 
     @property
     def bandwidth_share(self) -> float | None:
-        """Share of the read bandwidth that decode steps reach, 0..1."""
         if not self.decode_ms or not self.bound_ms:
             return None
         return statistics.median(bound / step for bound, step in zip(self.bound_ms, self.decode_ms, strict=True))
@@ -245,7 +242,6 @@ def prefill_rate(sample: BatchTimings) -> float:
 
 
 def metrics(samples: Sequence[BatchTimings]) -> dict[str, float]:
-    """Return throughput and latencies over all rounds, named as in ``vllm bench serve``."""
     duration = sum(sample.seconds for sample in samples)
     inputs, outputs = (sum(getattr(s, name) for s in samples) for name in ("input_tokens", "output_tokens"))
     completed = sum(len(sample.e2els) for sample in samples)

@@ -98,7 +98,6 @@ def bench_checkpoint(
 
 
 def _bandwidth(gpu: torch.device | None, threads: int) -> list[float]:
-    """Measure the read bandwidth in bytes per second; nothing without native kernels."""
     if gpu is not None:
         return [gpu_read_bandwidth(gpu, _PROBE_BYTES, _PROBE_PASSES).median]
     return [] if native.load() is None else [read_bandwidth(_PROBE_BYTES, threads, _PROBE_PASSES).median]

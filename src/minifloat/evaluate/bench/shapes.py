@@ -1,9 +1,6 @@
 """Checkpoints of known shapes with random weights, to measure speed and memory without downloading a model.
 
-A decoder's time depends on the shapes and bytes of its weights and hardly on their values, so random weights give the
-figures of the real model. Their outputs are noise and say nothing about accuracy. The folder is a regular checkpoint,
-written by the same writer and quantized by the same code, with a byte tokenizer that is filled up to the size of the
-vocabulary.
+A decoder's time depends on the shapes and bytes of its weights and hardly on their values.
 """
 
 from __future__ import annotations
@@ -43,8 +40,6 @@ _LETTERS = f"{ascii_letters}\u0120"
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Llama family."""
-
     model_type: str
     hidden: int
     inner: int

@@ -31,8 +31,6 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class EngineStep:
-    """Tokens and seconds of one step of the engine, from `minifloat.engine.StepStats`."""
-
     prompt_tokens: int
     generation_tokens: int
     seconds: float
@@ -165,7 +163,6 @@ def peak_rss() -> int:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     bound_spin()  # before torch
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print: keep their output apart from the answers

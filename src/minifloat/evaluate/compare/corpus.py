@@ -1,15 +1,8 @@
-"""The text of a comparison, as windows of token ids.
+"""The text of a comparison, from the same sources as for `calibrate`, as windows of token ids.
 
-Sources are the same as for `calibrate` (`minifloat.calibration.readers`): files, folders, data sets of the hub. A text
-file is one document, or several documents separated by ``<|endoftext|>``; each row of a table is one document.
-
-Documents are tokenized without special tokens and cut into windows that do not overlap. The first token of a window has
-no context and is not scored. Where the tokenizer begins a text with a BOS token, as Gemma and Llama 3 need, every
-window begins with an additional BOS, and all its tokens of text are scored. Nothing is padded. Perplexity therefore
-depends on the window: compare only perplexities of the same window.
-
-Windows come in batches of one length. The order of the batches is random but fixed, and the sources are interleaved
-evenly, so that the scores of an interrupted run are a sample of all text.
+Documents are tokenized without special tokens and cut into windows that do not overlap; nothing is padded. The first
+token of a window is not scored, unless the tokenizer begins a text with a BOS token, which every window then has.
+Batches are in a random but fixed order and the sources interleaved, so that an interrupted run is a sample of all text.
 """
 
 from __future__ import annotations
@@ -54,8 +47,6 @@ class Window:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A source of text, tokenized and cut into windows."""
-
     name: str
     documents: int
     windows: tuple[Window, ...]
@@ -70,8 +61,6 @@ class TokenizedText:
 
 @dataclass(frozen=True)
 class WindowBatch:
-    """Windows of one length from one text."""
-
     text: int
     windows: tuple[int, ...]
     ids: Tensor
@@ -80,8 +69,6 @@ class WindowBatch:
 
 
 class Corpus:
-    """The texts of a comparison, cut into windows."""
-
     def __init__(
         self,
         sources: Sequence[SourceLike],
@@ -138,12 +125,9 @@ class Corpus:
         unit = "document" if len({window.document for window in windows}) >= _FEWEST_DOCUMENTS else "window"
         return TokenizedText(name, documents_read, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
 
-    def batches(self) -> tuple[WindowBatch, ...]:
-        """Return all windows in batches, in the order of the scoring pass; equal at every call."""
-        return self._batches
-
     @functools.cached_property
-    def _batches(self) -> tuple[WindowBatch, ...]:
+    def batches(self) -> tuple[WindowBatch, ...]:
+        """All windows in batches, in the order of the scoring pass."""
         lists, first_unit = [], 0
         for number, text in enumerate(self.texts):
             lists.append(list(self._batches_of(number, text, first_unit)))

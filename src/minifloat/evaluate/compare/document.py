@@ -1,7 +1,4 @@
-"""What `compare` says, for the person who decides whether to ship the quantized model: first of all the verdict.
-
-One candidate, or several side by side. Parts that were not measured are left out. Nothing is computed here.
-"""
+"""What `compare` says, first of all the verdict. Parts that were not measured are left out."""
 
 from __future__ import annotations
 

@@ -58,7 +58,6 @@ def _dots(
 
 
 def kl_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> Figure | None:
-    """Return the share of tokens with a KL divergence above a value: a curve per text, or per candidate."""
     if len(candidates) == 1:
         curves = [(summary.name, summary) for summary in candidates[0].summaries]
     else:

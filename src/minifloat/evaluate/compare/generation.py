@@ -1,12 +1,7 @@
 """Greedy continuations of the same prompts by two models, and the token at which they diverge.
 
-Scores measure every prediction on a given text. Here a model reads its own output, so one different token changes all
-that follows. This is what a user sees, but it is a harsh measure: rounding can swap two tokens of nearly equal
-probability, and a continuation that diverges there is no worse. Hence continuations are reported and not part of the
-verdict.
-
-The loop here always takes the largest logit. transformers' `generate` also applies the checkpoint's generation_config
-(repetition penalties, forced or suppressed tokens, sampling), which may differ between the two checkpoints.
+They are reported, but are not part of the verdict: rounding can swap two tokens of nearly equal probability, and a
+continuation that diverges there is no worse. The checkpoint's generation_config is not applied: two may differ in it.
 """
 
 from __future__ import annotations
@@ -40,8 +35,6 @@ _ACTIVITY = "generation"
 
 @dataclass(frozen=True)
 class ContinuationPair:
-    """The text of both continuations of one prompt."""
-
     prompt: str
     baseline: str
     candidate: str
@@ -50,8 +43,6 @@ class ContinuationPair:
 
 @dataclass(frozen=True)
 class GreedyDivergence:
-    """Where two models' greedy continuations of the same prompts diverge."""
-
     prompts: int
     new_tokens: int
     parted: int
@@ -100,7 +91,6 @@ def greedy_divergence(
     candidate: Sequence[Sequence[int]],
     new_tokens: int,
 ) -> GreedyDivergence:
-    """Compare continuations of the same prompts."""
     if not prompts or not len(prompts) == len(baseline) == len(candidate):
         raise UsageError(
             f"expected a continuation by each model for each prompt, got {len(prompts)} prompts, {len(baseline)} and "

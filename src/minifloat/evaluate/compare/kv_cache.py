@@ -1,14 +1,8 @@
 """A simulated FP8 KV cache: transformers' own cache that rounds keys and values as they enter it.
 
-A server with an FP8 KV cache writes each key and value once, as an E4M3 code of ``x / scale``, and attends to
-``code * scale``. A transformers cache that rounds its inputs in the same way gives that server's attention, both in a
-pass over a whole window, where a query also sees the rounded key of its own token, and step by step in generation.
-
-Left out: caches that hold something other than the keys and values that attention reads (multi-head latent attention,
-compressed layers), which are refused; and the server's arithmetic after the cache. Here ``code * scale`` is rounded to
-the model's dtype, which is exact if the scale is a power of two.
-
-Source: vLLM, `csrc/cache_kernels.cu` and `BaseKVCacheMethod`.
+A server with such a cache writes each key and value as an E4M3 code of ``x / scale`` and attends to ``code * scale``
+(vLLM: `csrc/cache_kernels.cu`, `BaseKVCacheMethod`). Here ``code * scale`` is rounded to the model's dtype, which is
+exact if the scale is a power of two. Caches that hold something other than keys and values are refused.
 """
 
 from __future__ import annotations
@@ -75,7 +69,6 @@ def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
 
 
 def check_takes_cache(model: PreTrainedModel) -> None:
-    """Check that a model takes a KV cache as an argument, so that it can run step by step."""
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UsageError(f"{type(model).__name__} takes no KV cache, so an FP8 cache and generation are impossible")
 

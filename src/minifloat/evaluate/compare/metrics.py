@@ -1,7 +1,6 @@
-"""Scores of tokens from the logits of two models: pure functions that need neither model nor file.
+"""Scores of tokens from the logits of two models, as distributions in float64, a slab of positions at a time.
 
-Logits are compared as distributions, in float64, a slab of positions at a time. In float64 a model compared with itself
-gives exactly 0, and slabs make a vocabulary of any size fit into memory. A few numbers are kept for each token.
+In float64 a model compared with itself gives exactly 0.
 """
 
 from __future__ import annotations

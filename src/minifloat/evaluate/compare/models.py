@@ -1,15 +1,8 @@
-"""The models of a comparison, as they are served: by minifloat's engine.
+"""The models of a comparison, as they are served: by minifloat's engine where one of its decoders computes them.
 
-Where a decoder of the engine computes a model, it scores the text, continues the prompts and answers the tasks: what is
-judged is the code that is served. transformers' code (`transformers_model`) runs models for which this does not hold:
-
-- Models that the user has loaded, and architectures that no decoder covers.
-- Checkpoints that declare quantized inputs. Servers with such hardware multiply in FP8, which the decoder of the CPU
-  does not; the transformers model quantizes inputs as such a server does.
-- An FP8 KV cache that is asked for and for which the checkpoint has no scales, which the engine refuses.
-
-All models of a comparison run in the same way, so that a different order of summation is not mistaken for a difference
-of the weights.
+transformers' code (`transformers_model`) runs models that the user has loaded, architectures that no decoder covers,
+checkpoints with quantized inputs (the decoder of the CPU does not multiply in FP8), and an FP8 KV cache without scales.
+All models of a comparison run in the same way, so that another order of summation is no difference of the weights.
 """
 
 from __future__ import annotations
@@ -40,8 +33,6 @@ Continuations = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ServedRecord:
-    """A model that a server runs, and how much of its predictions the server gives."""
-
     url: str
     model: str
     alternatives: int
@@ -50,11 +41,9 @@ class ServedRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """One of the models."""
-
     name: str
-    nbytes: int | None
-    activations: str
+    nbytes: int | None  # of the weights: on disk, or in memory if the user gave a loaded model; None for a server
+    activations: str  # the formats in which the quantized weights take their inputs
     kv_cache: str | None = None
     lm_head: str = ""
     served: ServedRecord | None = None
@@ -66,9 +55,9 @@ class Model(ABC):
 
     name: str
     folder: str
-    vocab_size: int
+    vocab_size: int  # logits per token, which may be more than the tokenizer's vocabulary
     dtype: str
-    longest: int | None
+    longest: int | None  # tokens that the model can attend to; None if its config states no limit
 
     @property
     @abstractmethod
@@ -147,7 +136,7 @@ def finished(
 
 
 def common_tokenizer(models: Sequence[Model]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that all models share."""
+    """Return the tokenizer of all models, for which token i must be the same string."""
     first, *others = models
     tokenizer = load_tokenizer(first.folder)
     vocabulary = tokenizer.get_vocab()
@@ -161,8 +150,3 @@ def common_tokenizer(models: Sequence[Model]) -> PreTrainedTokenizerBase:
                 "token by token"
             )
     return tokenizer
-
-
-def longest_window(models: Sequence[Model]) -> int | None:
-    """Return the number of tokens that every model can attend to; None if no config states a limit."""
-    return min((model.longest for model in models if model.longest is not None), default=None)

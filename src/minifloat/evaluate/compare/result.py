@@ -1,10 +1,7 @@
-"""The result of a comparison as plain values, for the terminal, for JSON and for the reports."""
+"""The result of a comparison as plain values."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +13,7 @@ from minifloat.evaluate.compare.summary import Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome, Verdict, worst_outcome
 from minifloat.report.document import ShortReport
+from minifloat.report.json_values import to_values
 
 #: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
 SCHEMA_VERSION = 2
@@ -29,8 +27,6 @@ class LikelyToken:
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token at which the predictions of the two models differ most."""
-
     text: str
     document: int
     position: int
@@ -51,14 +47,12 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """The results of one candidate."""
-
     model: ModelRecord
     texts: tuple[Summary, ...]
     overall: Summary
     verdict: Verdict
     worst: tuple[WorstToken, ...]
-    generation: GreedyDivergence | None = None
+    generation: GreedyDivergence | None = None  # None: not asked for
     attribution: Attribution | None = None
     tasks: tuple[TaskDifference, ...] = ()
 
@@ -115,17 +109,5 @@ class Comparison(ShortReport):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values; a number that is not finite becomes None."""
-        values = {field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {"schema_version": SCHEMA_VERSION, "outcome": self.outcome.value, "partial": self.partial} | values
-
-
-def _jsonable(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        head = {"schema_version": SCHEMA_VERSION, "outcome": self.outcome.value, "partial": self.partial}
+        return {**head, **to_values(self, finite=True)}

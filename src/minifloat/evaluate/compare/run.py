@@ -1,8 +1,4 @@
-"""`compare_models`: run models over the same text, compare their predictions, and judge the difference.
-
-`corpus` cuts text into windows, `opening` opens the models, `scoring` runs them over the windows, `metrics` reduces the
-scores, `verdict` judges them.
-"""
+"""`compare_models`: run models over the same text, compare their predictions, and judge the difference."""
 
 from __future__ import annotations
 
@@ -231,8 +227,6 @@ def _machine() -> dict[str, Any]:
 
 @dataclass
 class _ExtraMeasurements:
-    """Measurements beside the scores of tokens: greedy continuations, tasks, and attribution to modules."""
-
     models: list[Model]
     sources: Sequence[ModelLike]
     corpus: Corpus
@@ -274,7 +268,7 @@ class _ExtraMeasurements:
             results[index] = replace(results[index], generation=divergence)
 
     def _prompts(self) -> list[list[int]]:
-        batches = [batch for batch in self.corpus.batches() if batch.ids.shape[1] >= _PROMPT_TOKENS]
+        batches = [batch for batch in self.corpus.batches if batch.ids.shape[1] >= _PROMPT_TOKENS]
         rows = itertools.chain.from_iterable(batch.ids[:, :_PROMPT_TOKENS].tolist() for batch in batches)
         return list(itertools.islice(rows, self.options.prompts))
 
@@ -288,7 +282,6 @@ class _ExtraMeasurements:
             results[index] = replace(results[index], tasks=tasks.compare(runs[0], run))
 
     def _attribute(self, results: list[CandidateResult]) -> None:
-        """Exchange modules of transformers models, which the decoders of the engine do not have."""
         models = [model for model in self.models if isinstance(model, TransformersModel)]
         if not models:
             self.models.clear()  # to free the engines
@@ -314,6 +307,6 @@ class _ExtraMeasurements:
     def _windows(self) -> Tensor:
         """Return the windows of the most frequent length, ``[N, W]``, with the texts interleaved."""
         by_width: dict[int, list[Tensor]] = {}
-        for batch in self.corpus.batches():
+        for batch in self.corpus.batches:
             by_width.setdefault(batch.ids.shape[1], []).append(batch.ids)
         return torch.cat(max(by_width.values(), key=lambda parts: sum(part.numel() for part in parts)))

@@ -1,8 +1,6 @@
 """The pass that scores every token: each batch of windows goes through all models before the next batch starts.
 
-Several candidates therefore cost one pass of the baseline, only a few numbers per token are kept, and an interrupted
-run has seen the same tokens with every model. The scores can be written down during the pass, so that the same command
-continues it; beside them, the tokens at which two models differ most are kept.
+So several candidates cost one pass of the baseline, and an interrupted run has seen the same tokens with every model.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class ScoringPass(ABC):
         self.corpus = corpus
         self.log: MeasurementLog | None = None
         self.baseline = baseline
-        self._batches = corpus.batches()
+        self._batches = corpus.batches
         self._parts: list[list[list[TokenScores]]] = [[[] for _ in corpus.texts] for _ in range(candidates)]
         self.worst = [WorstPositions() for _ in range(candidates)]
         self.done, self.total = 0, corpus.tokens

@@ -106,8 +106,6 @@ def compare_served(
 
 
 class _ServedPass(ScoringPass):
-    """A pass of the baseline and a server over a corpus."""
-
     def __init__(self, baseline: Model, served: ServedModel, corpus: Corpus) -> None:
         super().__init__(baseline, 1, corpus)
         self._served = served
@@ -154,7 +152,6 @@ def _template_notes(served: ServedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _difference(expected: Sequence[int], found: Sequence[int]) -> str:
-    """Say where two lists of tokens begin to differ."""
     pairs = zip(expected, found, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     return f"from token {first} on {list(found[first : first + 4])} instead of {list(expected[first : first + 4])}"

@@ -1,11 +1,7 @@
 """Tasks of lm-evaluation-harness (package lm-eval, extra `eval`) on two models, compared item by item.
 
-A quantized model answers most items like the original, so only the items on which they differ tell them apart: the
-intervals of two separate scores are far too wide to show a loss of one percent. Left out: tasks with images, tasks that
-run generated code, and whatever else the harness does not do itself.
-
-Source: Q. McNemar, Note on the sampling error of the difference between correlated proportions or percentages,
-Psychometrika 12 (1947).
+A quantized model answers most items like the original, so the intervals of two separate scores are far too wide to show
+a loss of one percent. Left out: tasks with images, and tasks that run generated code.
 """
 
 from __future__ import annotations
@@ -46,16 +42,12 @@ _BATCH_LOGITS, _LARGEST_BATCH, _REQUEST_TOKENS = 2**27, 16, 1024
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A score as the harness reports it."""
-
     score: float
     stderr: float
 
 
 @dataclass(frozen=True)
 class TaskDifference:
-    """A task's score under both models."""
-
     task: str
     metric: str
     items: int
@@ -102,7 +94,6 @@ class Tasks:
         return results
 
     def compare(self, baseline: dict[str, Any], candidate: dict[str, Any]) -> tuple[TaskDifference, ...]:
-        """Compare two runs item by item; groups come first."""
         pairs = (baseline, candidate)
         rows = []
         for name, group in self.loaded["groups"].items():
@@ -226,7 +217,6 @@ class _Metric:
         return cls((results[0], results[1]), aggregate, scores, is_mean)
 
     def interval(self) -> Estimate:
-        """Estimate candidate - baseline."""
         if self.is_mean:
             return paired_mean_interval(self.scores[1] - self.scores[0], np.ones(self.scores.shape[1]))
 

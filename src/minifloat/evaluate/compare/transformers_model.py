@@ -1,8 +1,7 @@
 """Models that transformers' code runs, for what no decoder of the engine covers (`minifloat.evaluate.compare.models`).
 
-Logits are by far the largest tensors: 4,096 positions of a vocabulary of 151,936 take 1.2 GB in 16 bits. So few tokens
-run at a time: some windows, or a piece of one after the keys and values of those before. Models with recurrent states,
-which transformers does not continue over several tokens at a time, run their windows whole.
+Logits are by far the largest tensors, so few tokens run at a time: some windows, or a piece of one after the keys and
+values of those before. Models with recurrent states run their windows whole.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ _TRIAL_TOLERANCE = 1e-2
 
 
 class TransformersModel(Model):
-    """A transformers model, loaded or given by the user."""
-
     def __init__(self, name: str, folder: str, model: PreTrainedModel, nbytes: int) -> None:
         self.name, self.folder, self.model, self.nbytes = name, folder, model, nbytes
         self.new_cache: CacheFactory | None = None

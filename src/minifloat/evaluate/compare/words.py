@@ -26,7 +26,6 @@ _INCREASE = "perplexity increase"
 
 
 def shown(estimate: Estimate, *, as_percent: bool = False, signed: bool = False, digits: int = 2) -> Pair:
-    """Return a value with its interval, ``+0.31% [0.12, 0.50]``."""
     ends = (estimate.value, estimate.low, estimate.high)
     return interval(*ends, as_percent=as_percent, signed=signed, digits=digits)
 
@@ -140,7 +139,6 @@ def _nearness(check: Check) -> str:
 
 
 def _rounded(count: int) -> int:
-    """Round up to two digits."""
     unit = int(10 ** max(len(str(count)) - 2, 0))
     return -(-count // unit) * unit
 
@@ -151,7 +149,6 @@ def _measured(check: Check) -> str:
 
 
 def _is_fraction(check: Check) -> bool:
-    """Whether the quantity is a fraction, which is written in percent."""
     return check.quantity in (_INCREASE, SAME_TOP1)
 
 
@@ -173,7 +170,6 @@ def _ranked(checks: Sequence[Check]) -> list[Check]:
 
 
 def partial_text(comparison: Comparison) -> str:
-    """Say that the run was interrupted, and after how many tokens; empty if it was not."""
     if not comparison.partial:
         return ""
     share = comparison.tokens_done / comparison.tokens_total
@@ -191,7 +187,6 @@ def candidate_names(comparison: Comparison) -> list[str]:
 
 
 def baseline_name(comparison: Comparison) -> str:
-    """Return a short name of the baseline that differs from those of the candidates."""
     return _short_names(comparison)[0]
 
 
@@ -219,7 +214,6 @@ def formats_text(model: ModelRecord) -> str:
 
 
 def served_text(served: ServedRecord) -> str:
-    """Say what the numbers of a served model are worth."""
     return (
         f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} tokens, "
         f"and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability on average; "

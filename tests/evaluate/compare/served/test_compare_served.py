@@ -20,8 +20,8 @@ from serving import running
 from minifloat.commands.main import main
 from minifloat.engine import Engine, EngineOptions
 from minifloat.errors import UsageError
-from minifloat.evaluate.compare import Outcome
 from minifloat.evaluate.compare.document import document
+from minifloat.evaluate.compare.verdict import Outcome
 from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.report import html

@@ -59,8 +59,6 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class ModuleDamage:
-    """The damage of one module."""
-
     module: str
     sqnr_db: float  # of the output, on the baseline's inputs; NaN where the sample never ran the module
     kl_alone: float | None  # of the baseline with the candidate's module; None: not measured
@@ -154,8 +152,6 @@ def _extra_bytes(
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that are kept in 16 bits together or not at all."""
-
     differences: tuple[Difference, ...]
     modules: tuple[str, ...]
     extra_bytes: int
@@ -168,8 +164,6 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class KeepableGroups:
-    """The groups of modules that could be kept in 16 bits."""
-
     groups: tuple[ModuleGroup, ...]
     names: tuple[str, ...]
 

@@ -1,10 +1,7 @@
-"""The differences between two models of one architecture, and the exchange of differing modules.
+"""The differences between two models of one architecture, bit by bit, and the exchange of differing modules.
 
-Two modules differ if they compute something different: parameters, codes, scales and the quantization of inputs are
-compared bit by bit. A difference is a whole module (a linear with its bias, a norm) or, where a module holds several
-stacks of experts or has submodules, one of its parameters. Weights that are tied in both models are one difference,
-with several locations.
-
+A difference is a whole module (a linear with its bias, a norm) or, where a module holds several stacks of experts or
+has submodules, one of its parameters. Weights that are tied in both models are one difference, with several locations.
 Left out: attributes that are neither modules nor tensors, such as the epsilon of a norm.
 """
 
@@ -49,8 +46,6 @@ class Location:
 
 @dataclass(frozen=True)
 class Difference:
-    """A module or parameter in which two models differ."""
-
     locations: tuple[Location, ...]
 
     @property
@@ -95,7 +90,6 @@ def exchanged(model: nn.Module, other: nn.Module, differences: Iterable[Differen
 
 
 def stored_bytes(value: ModuleOrTensor, element_bytes: int) -> int:
-    """Return the bytes that a module or tensor takes in a checkpoint."""
     if isinstance(value, Tensor):
         return value.numel() * element_bytes
     if value is None:
