@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
-from minifloat.report.card import update_card
-from minifloat.report.markdown import markers
+from minifloat.report.markdown import markers, update_card
 
 BEGIN, END = markers("compare")
 SECTION = f"{BEGIN}\nnew\n{END}\n"

@@ -114,7 +114,7 @@ def bench(
         add_to_report(out, result, err=as_json)
     if update_card and out is not None:
         from minifloat.report import markdown
-        from minifloat.report.card import update_card as write_card
+        from minifloat.report.markdown import update_card as write_card
 
         section = markdown.write_section("bench", document(result))
         click.echo(f"Card: {write_card(out, section)}", err=as_json)

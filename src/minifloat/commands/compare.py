@@ -159,7 +159,7 @@ def _update_card(comparison: Comparison, name: str) -> Path:
     """Write the results of one candidate, and of its variants, into its card."""
     from minifloat.evaluate.compare.document import document
     from minifloat.report import markdown
-    from minifloat.report.card import update_card
+    from minifloat.report.markdown import update_card
 
     results = tuple(
         result

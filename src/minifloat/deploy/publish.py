@@ -24,9 +24,8 @@ from minifloat.deploy.check.subject import Subject
 from minifloat.deploy.options import PushOptions
 from minifloat.errors import CheckpointError, HubError, UnsafeFileError, UsageError
 from minifloat.model.layouts import describe
-from minifloat.report.card import add_metadata, read_card, read_metadata, with_section, write_card
 from minifloat.report.document import Bullets, Document, ShortReport, Table, columns, section
-from minifloat.report.markdown import markers
+from minifloat.report.markdown import add_metadata, markers, read_card, read_metadata, with_section, write_card
 from minifloat.report.text import size_text
 
 #: Names of the files to upload beside the shards and the sidecars.

@@ -19,7 +19,6 @@ from minifloat.quantize.convert.document import outcome_lines
 from minifloat.quantize.preview import QuantizePreview
 from minifloat.quantize.report import QuantizeReport, summary_rows
 from minifloat.report import markdown
-from minifloat.report.card import metadata_head, read_card, read_metadata
 from minifloat.report.document import (
     Axis,
     Bar,
@@ -38,6 +37,7 @@ from minifloat.report.document import (
     columns,
     section,
 )
+from minifloat.report.markdown import metadata_head, read_card, read_metadata
 from minifloat.report.text import fraction, layer_pattern, shape_text, size_text, times
 
 #: The chart of a budget, a file beside the weights.

@@ -24,7 +24,7 @@ from minifloat.evaluate.bench.gains import bench_checkpoint
 from minifloat.evaluate.bench.worker import Worker, peak_rss
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.report import markdown
-from minifloat.report.card import update_card
+from minifloat.report.markdown import update_card
 
 WORKLOAD = Workload(input_len=8, output_len=4, batch_sizes=(1, 2), rounds=2)
 TINY = replace(shapes.SHAPES["qwen3-0.6b"], hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=512)

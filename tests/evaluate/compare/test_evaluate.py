@@ -19,7 +19,8 @@ from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
-from minifloat.evaluate.compare import corpus, models, opening, scoring, transformers_model
+from minifloat.evaluate.compare import corpus, models, scoring, transformers_model
+from minifloat.evaluate.compare import run as compare_run
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.verdict import Outcome
 from minifloat.model.runtime.load import LoadOptions, load
@@ -124,7 +125,7 @@ def test_transformers_and_the_engine_give_the_same_scores_in_steps_of_any_size(
     assert expected.baseline.runner == expected.candidates[0].model.runner == "native"
     monkeypatch.setattr(scoring, "_SLAB_ELEMENTS", 2 * 320)
     slabs = compare_models(llama_folder, other, [text], window=64, dtype="float32")
-    monkeypatch.setattr(opening, "_why_no_engine", lambda *_: "of this test")
+    monkeypatch.setattr(compare_run, "_why_no_engine", lambda *_: "of this test")
     whole = compare_models(llama_folder, other, [text], window=64, dtype="float32")
     assert whole.baseline.runner == whole.candidates[0].model.runner == "transformers"
     monkeypatch.setattr(transformers_model, "_FEWEST_TOKENS", 5)
@@ -363,7 +364,7 @@ def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(
     divergences = [candidate.overall.kl_mean.value for candidate in (whole, plain_cache, weights)]
     assert len(set(divergences)) == 3
     assert min(divergences) == weights.overall.kl_mean.value
-    monkeypatch.setattr(opening, "_why_no_engine", lambda *_: "as the variants")
+    monkeypatch.setattr(compare_run, "_why_no_engine", lambda *_: "as the variants")
     alone = compare_models(llama_folder, tmp_path / "q", [text], window=32, weight_only=True, kv_cache="none")
     assert alone.candidates[0].overall == weights.overall
     served = compare_models(llama_folder, tmp_path / "q", [text], window=32)

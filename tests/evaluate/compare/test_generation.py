@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from minifloat.errors import NonFiniteError, UsageError
-from minifloat.evaluate.compare.generation import Continuations, GreedyDivergence, generate_greedy, greedy_divergence
-from minifloat.evaluate.compare.kv_cache import kv_cache_factory
+from minifloat.evaluate.compare.generation import GreedyDivergence, greedy_divergence
+from minifloat.evaluate.compare.models import Continuations
+from minifloat.evaluate.compare.transformers_model import generate_greedy, kv_cache_factory
 from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.model.runtime.tokenizer import end_tokens
 

@@ -20,8 +20,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.engine.blueprint import blueprint_of
 from minifloat.engine.native import build_native_decoder
 from minifloat.errors import CheckpointError, UnsupportedTensorError, UsageError
-from minifloat.evaluate.compare import kv_cache
-from minifloat.evaluate.compare.kv_cache import kv_cache_factory, round_to_cache
+from minifloat.evaluate.compare import transformers_model
+from minifloat.evaluate.compare.transformers_model import kv_cache_factory, round_to_cache
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache, StepBatch, step
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
@@ -183,7 +183,7 @@ def test_a_cache_that_does_not_round_changes_no_logit(
 ) -> None:
     model = opened(make_model(tmp_path / "m", model_type, dtype="float32", **config))
     factory = kv_cache_factory(model, {})
-    monkeypatch.setattr(kv_cache, "round_to_cache", lambda x, scale: x)
+    monkeypatch.setattr(transformers_model, "round_to_cache", lambda x, scale: x)
     found = model(input_ids=ids(), past_key_values=factory(), use_cache=True).logits
     assert torch.equal(found, model(input_ids=ids(), use_cache=False).logits)
 
@@ -217,7 +217,7 @@ def test_recurrent_layers_of_a_hybrid_model_are_not_rounded(
     assert torch.equal(values, round_to_cache(values, 0.02))
     plain = model(input_ids=ids(), use_cache=False).logits
     assert not torch.allclose(rounded, plain, atol=1e-3)
-    monkeypatch.setattr(kv_cache, "round_to_cache", lambda x, scale: x)
+    monkeypatch.setattr(transformers_model, "round_to_cache", lambda x, scale: x)
     same = model(input_ids=ids(), past_key_values=kv_cache_factory(model, scales)(), use_cache=True).logits
     assert torch.allclose(same, plain, atol=1e-5)
 

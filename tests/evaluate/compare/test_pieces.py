@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from minifloat.errors import UsageError
-from minifloat.evaluate.compare import opening, transformers_model
+from minifloat.evaluate.compare import run as compare_run
+from minifloat.evaluate.compare import transformers_model
 from minifloat.evaluate.compare.transformers_model import TransformersModel
 from minifloat.model.runtime.load import LoadOptions
 
@@ -27,7 +28,7 @@ compare_tokens = partial(compare_models, dtype="float32")
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers' code run the models."""
-    monkeypatch.setattr(opening, "_why_no_engine", lambda *_: "of this test")
+    monkeypatch.setattr(compare_run, "_why_no_engine", lambda *_: "of this test")
 
 
 @pytest.mark.parametrize(

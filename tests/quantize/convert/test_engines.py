@@ -13,7 +13,7 @@ from minifloat.commands.main import main
 from minifloat.deploy.check import ENGINE_HARDWARE, LoadVerdict, check_checkpoint
 from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.report.card import read_metadata
+from minifloat.report.markdown import read_metadata
 
 INTEROP = Path(__file__).parents[2] / "data" / "interop"
 

@@ -30,7 +30,7 @@ from minifloat.numerics.scheme import SCHEMES, ActivationSpec, Scheme, weight_on
 from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
-from minifloat.report.card import read_metadata
+from minifloat.report.markdown import read_metadata
 
 BASE = INTEROP / "base-llama"
 MXFP8 = Scheme("mxfp8-dynamic", "", SCHEMES["mxfp8"].weight, ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0))

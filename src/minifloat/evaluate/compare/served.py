@@ -27,10 +27,9 @@ from minifloat.errors import UsageError
 from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
 from minifloat.evaluate.compare.metrics import TOP_K, Distribution, FloatArray, TokenScores, concatenate
 from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, ServedRecord, common_tokenizer
-from minifloat.evaluate.compare.opening import open_models
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, ServedOptions
 from minifloat.evaluate.compare.result import Comparison
-from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged
+from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models
 from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass
 from minifloat.model.runtime.templates import apply_chat_template
 from minifloat.serve.client import Connection, ServerError

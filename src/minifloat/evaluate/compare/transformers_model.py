@@ -2,6 +2,10 @@
 
 Logits are by far the largest tensors, so few tokens run at a time: some windows, or a piece of one after the keys and
 values of those before. Models with recurrent states run their windows whole.
+
+An FP8 KV cache is simulated by transformers' own cache that rounds keys and values as they enter it. A server writes
+each as an E4M3 code of ``x / scale`` and attends to ``code * scale`` (vLLM: `csrc/cache_kernels.cu`), which is rounded
+here to the model's dtype. Caches that hold something other than keys and values are refused.
 """
 
 from __future__ import annotations
@@ -9,24 +13,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import itertools
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import UsageError
-from minifloat.evaluate.compare.generation import generate_greedy
-from minifloat.evaluate.compare.kv_cache import CacheFactory
-from minifloat.evaluate.compare.models import PLAIN_INPUTS, Continuations, Model, ModelLike, ModelRecord
+from minifloat.errors import NonFiniteError, UsageError
+from minifloat.evaluate.compare.models import PLAIN_INPUTS, Continuations, Model, ModelLike, ModelRecord, require_room
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.experts import QuantizedExperts
@@ -35,7 +40,9 @@ from minifloat.model.runtime.kv_scales import KVScales, kv_scales
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import LoadedLmHead, lm_head_of
 from minifloat.model.runtime.load import LoadOptions, load_opened
+from minifloat.model.runtime.tokenizer import end_tokens
 from minifloat.numerics.activation import describe_activation
+from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import E4M3
 from minifloat.report.text import size_text
 
@@ -54,6 +61,16 @@ _MOST_TOKENS, _FEWEST_TOKENS = 2048, 64
 _TRIAL, _TRIAL_PIECE = 48, 20
 #: Largest difference of logits in the trial, relative to the largest one; rounding alone makes far less.
 _TRIAL_TOLERANCE = 1e-2
+#: Prompts in a batch. Constant, because kernels may sum in another order for another number of rows.
+_BATCH = 16
+_ACTIVITY = "generation"
+#: Function without arguments that returns an empty cache for one batch.
+CacheFactory = Callable[[], Any]
+#: (k_scale, v_scale) of a layer for which the checkpoint has no scales; servers use the same.
+_NO_SCALES = (1.0, 1.0)
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+#: `update` methods that append the new keys and values to the earlier ones and return all of them.
+_APPENDING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)
 
 
 class TransformersModel(Model):
@@ -235,3 +252,157 @@ def _plain_cache(model: PreTrainedModel) -> CacheFactory | None:
     if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
         return None
     return lambda: DynamicCache(config=config)
+
+
+# ------------------------------------------------------------------------------------------------- generation
+
+
+@torch.inference_mode()
+def generate_greedy(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    ends: Collection[int] | None = None,
+    cache_factory: CacheFactory | None = None,
+    progress: Progress | None = None,
+) -> Continuations:
+    """Continue prompts by the token with the largest logit; of equal logits, by the first token."""
+    _check(model, prompts, new_tokens)
+    stop = sorted(end_tokens(model.generation_config, model.config) if ends is None else ends)
+    continuations: list[tuple[int, ...]] = []
+    total = len(prompts) * new_tokens
+    for first in range(0, len(prompts), _BATCH):
+        rows = torch.tensor([list(prompt) for prompt in prompts[first : first + _BATCH]], device=model.device)
+        cache = None if cache_factory is None else cache_factory()
+        steps: list[Tensor] = []
+        for tokens in _continue(model, rows, stop, cache, first):
+            steps.append(tokens)
+            if progress is not None:
+                progress(first * new_tokens + len(rows) * len(steps), total, _ACTIVITY)
+            if len(steps) == new_tokens:
+                break
+        continuations += [_cut(row, stop) for row in torch.stack(steps, dim=1).tolist()]
+    if progress is not None:
+        progress(total, total, _ACTIVITY)
+    return tuple(continuations)
+
+
+def _check(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+    check_takes_cache(model)
+    lengths = {len(prompt) for prompt in prompts}
+    if len(lengths) != 1 or 0 in lengths or new_tokens < 1:
+        raise UsageError(
+            "expected prompts of one length, with at least one token, and at least one token to generate; got "
+            f"{len(prompts)} prompts of {sorted(lengths)} tokens and {new_tokens} to generate"
+        )
+    require_room(max(lengths), new_tokens, position_limit(model.config))
+
+
+def _continue(model: PreTrainedModel, ids: Tensor, stop: Sequence[int], cache: Any, first: int) -> Iterator[Tensor]:
+    """Yield the next token of each row ``[B]``, step by step, until all rows have ended."""
+    parameters = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in parameters:
+        options["logits_to_keep"] = 1
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    stops = torch.tensor(stop, dtype=torch.long, device=ids.device)
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    for step in itertools.count():
+        if "position_ids" in parameters:  # not all models count from the length of the cache
+            options["position_ids"] = positions
+        output: Any = model(input_ids=ids, past_key_values=cache, **options)
+        cache = getattr(output, "past_key_values", cache)  # some models do not return their cache
+        if cache is None:
+            raise UsageError(f"{type(model).__name__} returns no KV cache, so it cannot generate text here")
+        best, tokens = output.logits[:, -1].max(dim=-1)
+        broken = ~(best.isfinite() | ended)
+        if bool(broken.any()):
+            prompt = first + int(broken.int().argmax())
+            raise NonFiniteError("logits", f"NaN or Inf where token {step} after prompt {prompt} is chosen")
+        yield tokens
+        ended |= torch.isin(tokens, stops)
+        if bool(ended.all()):
+            return
+        ids, positions = tokens[:, None], positions[:, -1:] + 1
+
+
+def _cut(row: list[int], stop: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens up to and including the first end token."""
+    end = next((index for index, token in enumerate(row) if token in stop), len(row))
+    return tuple(row[: end + 1])
+
+
+# ------------------------------------------------------------------------------------------------- an FP8 KV cache
+
+
+def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
+    """Return a function that makes simulated FP8 KV caches for a model."""
+    name, runner = type(model).__name__, cast(Any, model)
+    check_takes_cache(model)
+    config = runner.config.get_text_config(decoder=True)
+    if not runner._supports_default_dynamic_cache():
+        raise UsageError(f"an FP8 KV cache cannot be simulated for {name}: it has a cache of its own kind")
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(
+            f"an FP8 KV cache cannot be simulated for {name}: servers hold its latent vectors, transformers holds the "
+            "keys and values computed from them"
+        )
+    attentions = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        update = getattr(type(layer), "update", None)
+        if isinstance(layer, DynamicLayer) and update not in _APPENDING:
+            raise UsageError(
+                f"an FP8 KV cache cannot be simulated for {name}: layer {index} holds its keys and values in a "
+                f"{type(layer).__name__}"
+            )
+        if isinstance(layer, DynamicLayer):
+            attentions.append(index)
+    by_layer = _by_layer(scales, config.num_hidden_layers)
+    missing = [index for index in attentions if index not in by_layer]
+    if missing:
+        _LOG.warning(
+            "%d of %d attention layers have no k_scale and v_scale: 1.0 is used, as in servers",
+            len(missing),
+            len(attentions),
+        )
+    return lambda: SimulatedKVCache(config, by_layer)
+
+
+def check_takes_cache(model: PreTrainedModel) -> None:
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UsageError(f"{type(model).__name__} takes no KV cache, so an FP8 cache and generation are impossible")
+
+
+class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]]) -> None:
+        super().__init__(config=config)
+        self._scales = scales
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add keys and values ``[B, kv_heads, T, head_dim]``, and return all of the layer's, rounded."""
+        k_scale, v_scale = self._scales.get(layer_idx, _NO_SCALES)
+        keys, values = round_to_cache(key_states, k_scale), round_to_cache(value_states, v_scale)
+        updated: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
+        return updated
+
+
+def round_to_cache(x: Tensor, scale: float) -> Tensor:
+    """Round values as an E4M3 cache does: divide by the scale, clamp, round to nearest even, multiply by the scale."""
+    # The divisor is a tensor because torch, on some devices, multiplies by the reciprocal of a Python number.
+    divisor = torch.tensor(scale, dtype=torch.float32, device=x.device)
+    codes = (x.float() / divisor).clamp(-E4M3.max, E4M3.max).to(torch_dtype(E4M3))
+    return (codes.float() * divisor).to(x.dtype)
+
+
+def _by_layer(scales: KVScales, layers: int) -> dict[int, tuple[float, float]]:
+    """Return the scales by number of the layer, which the name of the attention module contains."""
+    numbered: dict[int, tuple[float, float]] = {}
+    for name, pair in scales.items():
+        numbers = [int(number) for number in _NUMBER.findall(f".{name}.")]
+        if len(numbers) != 1 or not numbers[0] < layers or numbers[0] in numbered:
+            raise UsageError(f"{name} has scales of a KV cache, but is none of the model's {layers} layers, once each")
+        numbered[numbers[0]] = pair
+    return numbered

@@ -14,8 +14,8 @@ from minifloat.model.layouts import TARGETS
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.convert.plan import ConvertedTensor, ConvertReport
 from minifloat.report import markdown
-from minifloat.report.card import read_card, read_metadata, replace_metadata, without_section
 from minifloat.report.document import Bullets, Code, Column, Document, Section, Table, Text, columns, section
+from minifloat.report.markdown import read_card, read_metadata, replace_metadata, without_section
 from minifloat.report.text import layer_pattern, size_text
 
 #: The line in which the card of `quantize` names the layout; earlier versions wrote it as code.
