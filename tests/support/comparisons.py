@@ -78,6 +78,12 @@ def make_candidate(
     )
 
 
+def judged_candidate(summary: Summary, candidate: CandidateResult | None = None) -> CandidateResult:
+    """Return a candidate that was measured on one text."""
+    verdict = judge([summary], Tolerance())
+    return replace(candidate or make_candidate(), texts=(summary,), overall=summary, verdict=verdict)
+
+
 def make_worst(token: str = " dragon", context: str = "Once upon a time there was a", kl: float = 3.2) -> WorstToken:
     return WorstToken(
         text="prose.txt",

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
-from comparisons import full_candidate, hostile_comparison, make_candidate, make_comparison, make_summary
+from comparisons import (
+    full_candidate,
+    hostile_comparison,
+    judged_candidate,
+    make_candidate,
+    make_comparison,
+    make_summary,
+)
 from rich.console import Console
 
 from minifloat.evaluate.compare.document import document
 from minifloat.evaluate.compare.intervals import Estimate
-from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import Comparison
-from minifloat.evaluate.compare.verdict import judge
 from minifloat.report import terminal
 
 
@@ -102,8 +106,7 @@ def test_the_table_fits_into_100_columns_and_cuts_no_number(printed_lines: Print
 
 def test_a_text_too_short_for_an_interval_is_explained(printed_lines: PrintedLines) -> None:
     summary = make_summary(kl_mean=Estimate(0.004, math.nan, math.nan))
-    candidate = replace(make_candidate(), texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
-    lines = printed_lines(make_comparison(candidate))
+    lines = printed_lines(make_comparison(judged_candidate(summary)))
     assert any("0.004 [?]" in line for line in lines)
     assert any("fewer than 8 documents or windows" in line for line in lines)
     assert not any("fewer than" in line for line in printed_lines(make_comparison()))
