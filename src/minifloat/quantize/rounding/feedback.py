@@ -5,9 +5,6 @@ GPTQ rounds one column at a time and moves the error to the columns that are not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from minifloat.errors import SingularHessianError
 from minifloat.kernels.rounding import gram
+from minifloat.quantize.rounding.cholesky import cholesky_, for_each_tile, tiles
 
 #: Share of the mean diagonal that is added to the diagonal (GPTQ's ``percdamp``).
 DAMPING = 0.01
@@ -27,8 +25,8 @@ class Feedback:
     """The feedback between columns in the order in which they are rounded."""
 
     order: Tensor  # int64 ``[K]``, columns by falling diagonal of the Hessian
-    matrix: Tensor  # float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error
-    lower: Tensor  # float32 ``[K, K]``, the Cholesky factor of the damped Hessian with its columns in reversed order
+    matrix: Tensor  # float32 ``[K, K]``, strictly upper triangular U: the factor of each earlier column's error
+    scale: Tensor  # float64 ``[K]``, the diagonal of D
     damping: float
     dead: int
 
@@ -42,15 +40,15 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
     last_first = order.flip(0)
     dead = diagonal[last_first] <= 0
     mean = float(diagonal[last_first][~dead].mean()) if not bool(dead.all()) else 1.0
-    damped = hessian[last_first][:, last_first].double()
+    damped = torch.empty(hessian.shape, dtype=torch.float64)
+    for rows in tiles(len(order)):
+        damped[rows] = hessian[last_first[rows]][:, last_first].double()
     damped.diagonal()[dead] = mean  # any positive value: no other column exchanges errors with a dead one
     damping, added = DAMPING, 0.0
     while True:
         damped.diagonal().add_((damping - added) * mean)
         added = damping
-        with one_thread():
-            lower, failed = torch.linalg.cholesky_ex(damped)
-        if not int(failed):
+        if cholesky_(damped):
             break
         damping *= _DAMPING_GROWTH
         if damping > _LARGEST_DAMPING:
@@ -59,22 +57,29 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
                 "mean diagonal added; use more calibration text, leave the module out (--exclude), or round the whole "
                 "model with --method nearest"
             )
-    del damped
+    scale = damped.diagonal().clone()
+    matrix = torch.empty_like(hessian)
     # LDLQ (QuIP, arXiv 2307.13304, theorem 6): with H = (U + I) D (U + I)', U strictly upper triangular, column k is
     # rounded at w_k + sum over j < k of (w_j - q_j) U_jk. It gives GPTQ's updates without an inverse.
-    matrix = (lower / lower.diagonal()).tril_(-1).float().flip(0, 1).contiguous()
-    return Feedback(order, matrix, lower.float(), damping, int(dead.sum()))
+    for rows in tiles(len(order)):
+        unit = (damped[rows] / scale).tril_(rows.start - 1)  # column j of row i stays where j < i
+        matrix[len(order) - rows.stop : len(order) - rows.start] = unit.float().flip(0, 1)
+    return Feedback(order, matrix, scale.square().flip(0), damping, int(dead.sum()))
 
 
 def regress(products: Tensor, feedback: Feedback) -> Tensor:
     """Return ``products (H + l I)^-1`` in float32, with the damping l of the factorization of H."""
-    last_first = feedback.order.flip(0)
-    halves = products[:, last_first].T.chunk(2, dim=1)  # always two, so that threads do not change any sum
-    with one_thread(), ThreadPoolExecutor(2) as pool:
-        solutions = pool.map(lambda half: torch.cholesky_solve(half.contiguous(), feedback.lower), halves)
-        solution = torch.cat(list(solutions), dim=1).T
     result = torch.empty_like(products)
-    result[:, last_first] = solution
+    upper = feedback.matrix
+
+    def solve(rows: slice) -> None:
+        ordered = products[rows][:, feedback.order].T
+        half = torch.linalg.solve_triangular(upper, ordered, upper=True, unitriangular=True)
+        half /= feedback.scale[:, None]
+        result[rows, feedback.order] = torch.linalg.solve_triangular(upper.T, half, upper=False, unitriangular=True).T
+
+    with for_each_tile() as for_each:
+        for_each(solve, tiles(len(products)))
     return result
 
 
@@ -83,14 +88,3 @@ def times(left: Tensor, right: Tensor) -> Tensor:
     product = left.new_zeros(left.shape[0], right.shape[1])
     gram(left.T.contiguous(), right, product)
     return product
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run linear algebra on one thread: a library's sums depend on the number of its threads, and codes must not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
