@@ -83,7 +83,7 @@ def test_values_are_those_of_transformers(model_type: str, extra: dict[str, Any]
     ("model_type", "extra", "reason"),
     [
         ("llama", {"model_type": "gemma2"}, "'gemma2' is not one of llama"),
-        ("llama", {"surprise": 1}, "'surprise'"),
+        ("llama", {"surprise": 1, "transformers_version": "5.24.0.dev0"}, "'surprise'"),
         ("llama", {"vocab_size": "320"}, "vocab_size is missing or unusual"),
         ("llama", {"hidden_size": True}, "hidden_size is missing or unusual"),
         ("llama", {"rms_norm_eps": {"__float__": "NaN"}}, "rms_norm_eps is missing or unusual"),

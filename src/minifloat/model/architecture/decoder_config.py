@@ -1,16 +1,18 @@
 """Configs of the models that the decoders run, read without transformers, whose import takes seconds.
 
 transformers' classes fill in what a config.json leaves out, by rules of each class. Read here are files that state all
-fields, in the form in which transformers saves it (`NativeType.stated`), and of a few types files that leave out more
-(`ShortConfig`). One that says anything else (another field, a value of another type) is left to transformers, which
-knows all rules and their errors; `read_config` then returns the reason. Tests compare with transformers' classes.
+fields, in the form in which transformers saves it (`NativeType.stated`), those that the models of the hub have
+(`published_config`), and of a few types files that leave out more (`ShortConfig`). Fields that no code of the type
+reads are ignored. A file that says anything else (another field, a value of another type) is left to transformers,
+which knows all rules and their errors; `read_config` then returns the reason. Tests compare with transformers' classes.
 
 Source of names and defaults: transformers, ``configuration_<model_type>.py`` and ``modeling_rope_utils.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,9 @@ from typing import Any
 from minifloat.model.architecture.families import NATIVE
 from minifloat.model.architecture.family import NativeType, ShortConfig
 from minifloat.model.architecture.multimodal import has_towers
+from minifloat.model.architecture.published_config import PUBLISHED, TIED, is_unread, stated_form
 
+_LOG = logging.getLogger(__name__)
 #: Fields of config.json that no decoder reads and that change no other field.
 IGNORED = frozenset(
     {
@@ -89,7 +93,8 @@ def read_config(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str:
 
 
 def _with_towers(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str:
-    nested, tied = values.get("text_config"), values.get("tie_word_embeddings")
+    nested = values.get("text_config")
+    tied = values.get("tie_word_embeddings", TIED.get(values["model_type"]))
     if not isinstance(nested, Mapping) or not isinstance(tied, bool):
         return "text_config or tie_word_embeddings is missing"
     if nested.get("tie_word_embeddings", tied) != tied:
@@ -104,9 +109,12 @@ def _with_towers(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str
 
 def _complete(values: Mapping[str, Any], native: NativeType, folder: Path) -> DecoderConfig | str:
     stated, newer = native.stated.split(), dict(native.newer)
+    if native.model_type in PUBLISHED:
+        values = stated_form(values, native)
     others = set(values) - _UNREAD - _ROPE - set(stated) - set(newer) - set(_TOKENS) - {"tie_word_embeddings"}
-    if others:
-        return f"it has the field {min(others)!r}"
+    reason = _unknown_fields(values, others)
+    if reason:
+        return reason
     values = newer | dict(values)
     names = [*stated, *newer, *_TOKENS, "tie_word_embeddings"]
     for name in names:
@@ -124,6 +132,16 @@ def _complete(values: Mapping[str, Any], native: NativeType, folder: Path) -> De
     return _complete_rope(config, values, native) or config
 
 
+def _unknown_fields(values: Mapping[str, Any], names: Collection[str]) -> str:
+    """Log fields that nothing reads; return why transformers has to read the others."""
+    read = sorted(name for name in names if not is_unread(name, values))
+    if read:
+        return f"it has the field {read[0]!r}"
+    for name in sorted(names):
+        _LOG.debug("config.json of a %s: the field %r is ignored, no code reads it", values["model_type"], name)
+    return ""
+
+
 def _heads_of_layers(values: Mapping[str, Any]) -> list[SimpleNamespace]:
     """Return the sizes of heads of each layer."""
     own = {int(index): fields for index, fields in values["per_layer_config"].items()}
@@ -134,9 +152,7 @@ def _heads_of_layers(values: Mapping[str, Any]) -> list[SimpleNamespace]:
 def _complete_rope(config: DecoderConfig, values: Mapping[str, Any], native: NativeType) -> str:
     """Set `rope_parameters`; return why transformers has to."""
     rope = values.get("rope_parameters")
-    if config.model_type == "gpt_oss" and rope is None and isinstance(values.get("rope_scaling"), dict):
-        rope = {"rope_theta": values.get("rope_theta"), **values["rope_scaling"]}  # as it was published
-    elif values.get("rope_scaling") is not None or "rope_theta" in values:
+    if values.get("rope_scaling") is not None or "rope_theta" in values:
         return "its rotary embedding is stated in an older form"
     embeddings = [rope]
     if native.rope == "by layer type" and isinstance(rope, dict):
@@ -169,8 +185,9 @@ def read_short_config(values: Mapping[str, Any], folder: Path) -> DecoderConfig 
     short = native.short
     required, defaults = f"{_REQUIRED} {short.required}".split(), _DEFAULTS | dict(short.defaults)
     others = set(values) - IGNORED - _ROPE - _WINDOWS - set(required) - set(defaults)
-    if others:
-        return f"it has the field {min(others)!r}"
+    reason = _unknown_fields(values, others)
+    if reason:
+        return reason
     config = DecoderConfig(model_type=model_type, name_or_path=str(folder))
     for name in required:
         if name not in values or not _check(name)(values[name], values):
@@ -281,6 +298,11 @@ def _is_bidirectional(value: Any, values: Mapping[str, Any]) -> bool:
     return value in (None, False, "vision")
 
 
+def _is_group_count(value: Any, values: Mapping[str, Any]) -> bool:
+    no_groups = values["model_type"] == "deepseek_v2" and values.get("topk_method") == "greedy"
+    return _is_count(value, values) or (value is None and no_groups)
+
+
 def _is_experts_of_gemma4(value: Any, values: Mapping[str, Any]) -> bool:
     return _is_count(value, values) or (value is None and values.get("enable_moe_block") is False)
 
@@ -305,7 +327,8 @@ def is_tokens(value: Any, values: Mapping[str, Any] | None = None) -> bool:
 
 _FLAGS = (
     "attention_bias attention_k_eq_v attention_out_bias enable_moe_block mlp_bias norm_topk_prob qk_layernorm qkv_bias "
-    "tie_word_embeddings use_bias use_double_wide_mlp use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window"
+    "rope_interleave tie_word_embeddings use_bias use_double_wide_mlp use_parallel_residual use_qk_norm use_qkv_bias "
+    "use_sliding_window"
 )
 _NUMBERS = (
     "attention_multiplier embedding_multiplier layer_norm_eps logit_scale logits_scaling norm_eps norm_epsilon "
@@ -325,7 +348,10 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), _is_numbers),
     **dict.fromkeys(("moe_intermediate_size", "num_experts", "top_k_experts"), _is_experts_of_gemma4),
     **dict.fromkeys(_TOKENS, is_tokens),
+    **dict.fromkeys(("n_group", "topk_group"), _is_group_count),
     "head_dim": _is_head,
+    "q_lora_rank": _is_count_or_none,
+    "topk_method": _is_text,
     "layer_types": _is_of_layers,
     "per_layer_config": _is_by_layer,
     "sliding_window": _is_count_or_none,

@@ -51,8 +51,9 @@ _GROUPED = "first_k_dense_replace moe_intermediate_size n_group n_routed_experts
 _SCALED = "routed_scaling_factor topk_group"
 _GLM_MOE = f"{_USUAL} {_GROUPED} {_SCALED} attention_bias head_dim num_experts_per_tok"
 _OLMOE = "attention_bias clip_qkv norm_topk_prob num_experts num_experts_per_tok"
-#: Latent attention; transformers reads these configs.
-_LATENT = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim rope_interleave v_head_dim"
+_HEADS_OF_LATENTS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+_LATENT = f"{_HEADS_OF_LATENTS} rope_interleave"
+_DEEPSEEK_FIELDS = f"{_USUAL} {_GROUPED} {_HEADS_OF_LATENTS} {_SCALED} attention_bias num_experts_per_tok"
 _HEAD_BIASES = f"{_USUAL} attention_bias head_dim"
 
 # Fields that config.json may leave out, and their defaults in transformers.
@@ -185,9 +186,14 @@ _DEEPSEEK = (
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
         "deepseek.deepseek_v2",
-        also=f"{_GROUPED} {_LATENT} {_SCALED} topk_method",
+        f"{_DEEPSEEK_FIELDS} mlp_bias topk_method",
     ),
-    NativeType("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek.deepseek_v3", also=f"{_GROUPED} {_LATENT} {_SCALED}"),
+    NativeType(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "deepseek.deepseek_v3",
+        f"{_DEEPSEEK_FIELDS} num_nextn_predict_layers rope_interleave",
+    ),
 )
 _GLM_MIXTURES = (
     NativeType(
@@ -214,7 +220,7 @@ _QWEN3_5 = (
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
         decoder="qwen_next.qwen3_5_moe",
-        stated=f"{_USUAL} {_DELTA} {_EXPERTS} shared_expert_intermediate_size",
+        stated=f"{_USUAL} {_DELTA} {_EXPERTS} shared_expert_intermediate_size".replace(" intermediate_size", ""),
         rope="partial",
     ),
 )

@@ -12,7 +12,7 @@ from minifloat.model.architecture.decoder import parts
 def llama(config: Any, index: int) -> LayerLayout:
     bias = bool(config.attention_bias)
     attention = parts.attention(config, index, bias=bias, out_bias=bias)
-    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
+    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index, bias=bool(config.mlp_bias)))
 
 
 def mistral(config: Any, index: int) -> LayerLayout:
@@ -47,7 +47,7 @@ def seed_oss(config: Any, index: int) -> LayerLayout:
     """Return a layer of a Seed-OSS: biases of q, k and v, and of the result of attention, apart."""
     bias, out_bias = bool(config.attention_bias), bool(config.attention_out_bias)
     attention = parts.attention(config, index, bias=bias, out_bias=out_bias)
-    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
+    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index, bias=bool(config.mlp_bias)))
 
 
 def smollm3(config: Any, index: int) -> LayerLayout:
@@ -57,7 +57,7 @@ def smollm3(config: Any, index: int) -> LayerLayout:
     window = parts.sliding_window(config, index) if config.use_sliding_window else None
     turned = attention.rotary if config.no_rope_layers[index] else None
     attention = replace(attention, rotary=turned, window=window)
-    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
+    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index, bias=bool(config.mlp_bias)))
 
 
 def arcee(config: Any, index: int) -> LayerLayout:
@@ -73,7 +73,7 @@ def helium(config: Any, index: int) -> LayerLayout:
     """Return a layer of a Helium: neighbouring dimensions of a head turn together."""
     attention = parts.attention(config, index, bias=bool(config.attention_bias))
     attention = replace(attention, rotary=parts.rotary(config, attention.head_dim, interleaved=True))
-    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
+    return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index, bias=bool(config.mlp_bias)))
 
 
 def ernie(config: Any, index: int) -> LayerLayout:
@@ -87,6 +87,5 @@ def ernie(config: Any, index: int) -> LayerLayout:
     )
 
 
-def dense_mlp(config: Any, index: int) -> Any:
-    bias = bool(getattr(config, "mlp_bias", False))
+def dense_mlp(config: Any, index: int, *, bias: bool = False) -> Any:
     return parts.mlp(config, f"{parts.layer_name(index)}.mlp", int(config.intermediate_size), bias=bias)
