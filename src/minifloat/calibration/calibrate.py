@@ -48,7 +48,7 @@ def calibrate_layerwise(
     """Observe a model on calibration text, with the weights of one layer in memory at a time."""
     with ExitStack() as stack:
         loader = model.loader()
-        check_data(data, loader.model.config.get_text_config().vocab_size)
+        check_data(loader.model, data)
         work_dir = options.work_dir
         if work_dir is None:
             parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="minifloat-"))

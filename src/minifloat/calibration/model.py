@@ -77,7 +77,7 @@ def calibrate_whole(
     model: CalibrationModel, data: CalibrationSet, options: CalibrateOptions, progress: Progress | None = None
 ) -> ActivationStats:
     """Load a whole model, unless an earlier run did, and observe it on calibration text."""
-    check_data(data, model.whole.config.get_text_config().vocab_size)
+    check_data(model.whole, data)
     tokens = 0
 
     def statistics() -> ActivationStats:
@@ -104,15 +104,17 @@ def calibrate_whole(
     return replace(stats, data={**data.record, "stopped": stopped})
 
 
-def check_data(data: CalibrationSet, vocab_size: int) -> None:
-    """Raise an error unless a model with that vocabulary can run the sequences."""
-    if not data.sequences:
-        raise DataError("no calibration data: expected at least one sequence of tokens")
-    for index, ids in enumerate(data.sequences):
-        if not ids:
-            raise DataError(f"sequence {index} of the calibration data has no tokens")
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise DataError(
-                f"sequence {index} of the calibration data has token ids from {min(ids)} to {max(ids)}, beyond the "
-                f"model's vocabulary of {vocab_size}: they come from another model's tokenizer"
-            )
+def check_data(model: PreTrainedModel, *sets: CalibrationSet) -> None:
+    """Raise an error unless the vocabulary of a model has the tokens of all sets."""
+    vocab_size = model.config.get_text_config().vocab_size
+    for data in sets:
+        if not data.sequences:
+            raise DataError("no calibration data: expected at least one sequence of tokens")
+        for index, ids in enumerate(data.sequences):
+            if not ids:
+                raise DataError(f"sequence {index} of the calibration data has no tokens")
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                raise DataError(
+                    f"sequence {index} of the calibration data has token ids from {min(ids)} to {max(ids)}, beyond the "
+                    f"model's vocabulary of {vocab_size}: they come from another model's tokenizer"
+                )

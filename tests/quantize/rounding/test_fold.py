@@ -26,7 +26,6 @@ from minifloat.quantize.rounding.folding import (
     choose_exponents,
     exponent_limits,
     powers_of_two,
-    round_to_nearest,
 )
 
 SIZES = {
@@ -99,15 +98,6 @@ def test_random_exponents_keep_every_bit_of_the_logits(model_type: str, dtype: t
     folds = family_of({"model_type": model_type}).folds
     expected = folds - ({FoldKind.UP} if model_type == "starcoder2" else set())  # its MLP has no gate
     assert set(kinds) == expected
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8", "fp8-block", "fp8-static", "mxfp8"])
-def test_rounding_to_nearest_gives_the_values_of_the_quantizer(name: str) -> None:
-    weight = torch.randn(130, 160, generator=torch.Generator().manual_seed(0))
-    spec = SCHEMES[name].weight
-    assert torch.equal(round_to_nearest(weight, spec), quantize_tensor(weight, spec).dequantize())
-    shared = torch.tensor(9.0)
-    assert torch.equal(round_to_nearest(weight, spec, shared), quantize_tensor(weight, spec, shared).dequantize())
 
 
 def outlier_case(factor: float) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minifloat.calibration.sites import Sites
-from minifloat.errors import MinifloatError
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import MinifloatError, UsageError
 
 _HIDDEN_STATES = "hidden_states"
 #: How often the arguments of layers are compared before they count as dependent on the layers' outputs.
@@ -29,6 +30,17 @@ _STATELESS_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device
 
 class LayersNotSeparableError(Exception):
     """The layers of a model cannot be run one at a time; the message completes "it cannot because ..."."""
+
+
+@contextmanager
+def layers_required(checkpoint: Checkpoint, cure: str) -> Iterator[None]:
+    """Refuse a model whose layers cannot be run one at a time, with the cure."""
+    try:
+        yield
+    except LayersNotSeparableError as error:
+        raise UsageError(
+            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; {cure}"
+        ) from error
 
 
 class _LastLayerReached(Exception):

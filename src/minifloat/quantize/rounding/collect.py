@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minifloat.calibration.calibrate import open_source
 from minifloat.calibration.data import CalibrationSet, SourceLike
-from minifloat.calibration.layerwise.calls import LayersNotSeparableError
+from minifloat.calibration.layerwise.calls import layers_required
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, LayerWork, OpenLayer
@@ -26,7 +26,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import DataError, DestinationError, StatsError, UsageError
+from minifloat.errors import DataError, DestinationError, StatsError
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.rounding.layer_fold import FoldSample
 from minifloat.quantize.rounding.saved import (
@@ -37,7 +37,7 @@ from minifloat.quantize.rounding.saved import (
     layer_path,
     pack_symmetric,
 )
-from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, largest_inputs, pair
+from minifloat.quantize.rounding.stage_inputs import StageReader, StoredStageInputs, largest_inputs, pair
 from minifloat.quantize.rounding.stages import Stage, find_stages
 from minifloat.quantize.rounding.statistics import (
     HELD_OUT_ROWS,
@@ -46,6 +46,7 @@ from minifloat.quantize.rounding.statistics import (
     Rows,
     Sample,
     Statistics,
+    divide,
     own_statistics,
 )
 
@@ -89,11 +90,10 @@ def collect_hessians(
     progress: Progress | None = None,
 ) -> SavedHessians:
     """Store the Hessians of an open model, as `save_hessians` does with text that is tokens already."""
-    model = CalibrationModel(checkpoint, run)
-    loader = model.loader()
-    for each in (kept, held_out):
-        check_data(each, loader.model.config.get_text_config().vocab_size)
-    try:
+    with layers_required(checkpoint, "calibrate without --hessians"):
+        model = CalibrationModel(checkpoint, run)
+        loader = model.loader()
+        check_data(loader.model, kept, held_out)
         stack = LayerStack(model, loader, run.max_memory)
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, "hessians", len(kept.sequences))
@@ -113,10 +113,6 @@ def collect_hessians(
             saved.save()
             opened.remove()
         return saved
-    except LayersNotSeparableError as error:
-        raise UsageError(
-            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; calibrate without --hessians"
-        ) from error
 
 
 def _finished(folder: Path, fingerprint: str, *, overwrite: bool) -> SavedHessians | None:
@@ -220,39 +216,27 @@ class _Collection:
         self, number: int, stage: Stage, stage_inputs: StoredStageInputs, file: TensorFile, samples: Sequence[Sample]
     ) -> Iterator[tuple[int, Statistics]]:
         """Yield the statistics of each expert of a stage, and fill the held-out samples."""
+        paired = (self._row(sequence, number, stage, stage_inputs) for sequence in range(len(self.sequences)))
         if stage.outer is None:
             accumulator = Accumulator(stage.width)
-            for sequence, rows, _ in self._rows(number, stage, stage_inputs):
-                (samples[0] if sequence >= self.first_held_out else accumulator).add(rows)
+            divide(paired, accumulator, samples, self.first_held_out)
             yield 0, accumulator.finish()
-            return
-        routed = ExpertRows(file, len(stage.experts))
-        for sequence, rows, experts in self._rows(number, stage, stage_inputs):
-            assert experts is not None
-            if sequence < self.first_held_out:
-                routed.keep(rows, experts)
-                continue
-            for expert in torch.unique(experts).tolist():
-                samples[expert].add(rows.pick(experts == expert))
-        yield from own_statistics(routed, stage.width, drift=False)
+        else:
+            experts = ExpertRows(file, len(stage.experts))
+            divide(paired, experts, samples, self.first_held_out)
+            yield from own_statistics(experts, stage.width, drift=False)
 
-    def _rows(
-        self, number: int, stage: Stage, stage_inputs: StoredStageInputs
-    ) -> Iterator[tuple[int, Rows, Tensor | None]]:
-        """Yield the inputs of a stage for each sequence, and the expert of each row."""
-        for sequence in range(len(self.sequences)):
-            stage_input = original = stage_inputs.read(sequence, number)
-            if stage.outer is False:
-                routing = stage_inputs.read(sequence, number + 1)  # of the down projections: the same rows
-                stage_input = StageInputs(original.inputs[routing.tokens], routing.experts, routing.tokens)
-            yield sequence, *pair(original, stage_input, stage, sequence)
+    def _row(
+        self, sequence: int, number: int, stage: Stage, stage_inputs: StoredStageInputs
+    ) -> tuple[int, Rows, Tensor | None]:
+        own = stage_inputs.read(sequence, number)
+        return sequence, *pair(own, stage_inputs.read_routed(sequence, number, stage), stage, sequence)
 
     def _largest(self, number: int, stage: Stage, stage_inputs: StoredStageInputs) -> dict[str, Tensor]:
         """Return the largest input of each channel of each expert in the text that is not held out."""
         tensors: dict[str, Tensor] = {}
         for sequence in range(self.first_held_out):
-            routing = stage_inputs.read(sequence, number + 1) if stage.outer is False else None
-            for expert, largest, _ in largest_inputs(stage_inputs.read(sequence, number), routing):
+            for expert, largest, _ in largest_inputs(stage_inputs.read_routed(sequence, number, stage)):
                 name = f"amax.{number}.{expert}"
                 tensors[name] = torch.maximum(tensors[name], largest) if name in tensors else largest
         return tensors

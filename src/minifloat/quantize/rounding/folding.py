@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError
-from minifloat.kernels.quantize import quantize_rows
 from minifloat.model.architecture.folding import FoldSite
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scale_rules import amax, float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec, Scheme, WeightSpec
-from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.quantize.rounding.methods import Grid
 
 #: Rows of all weights of a site on which the loss is computed, rounded up to one block.
 MAX_ROWS = 512
@@ -73,8 +72,8 @@ class OutputLoss:
     def _folded(self, group: int, slab: Tensor, exponents: Tensor) -> Tensor:
         """Return a slab rounded to nearest with its columns scaled, and scaled back."""
         scale = powers_of_two(exponents)
-        tensor_amax = (self._column_amax[group] * scale).amax() if self._column_amax else None
-        return round_to_nearest(slab * scale, self.spec, tensor_amax).div_(scale)
+        largest = float((self._column_amax[group] * scale).amax()) if self._column_amax else None
+        return Grid.of(slab * scale, self.spec, largest).nearest.dequantize().div_(scale)
 
     def _rounded_inputs(self, inputs: Tensor, exponents: Tensor) -> Tensor:
         """Return inputs divided by the scales, quantized, and multiplied back."""
@@ -90,19 +89,6 @@ class OutputLoss:
         if self.activation.has_global_scale:
             return global_divisor(inputs_amax)
         return float_scales(inputs_amax, self.activation.element)
-
-
-def round_to_nearest(weight: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None) -> Tensor:
-    """Return the dequantized values of a weight that the streaming quantizer would write."""
-    rows, cols = weight.shape
-    if spec.needs_tensor_amax and tensor_amax is None:
-        tensor_amax = weight.abs().amax()
-    data = weight.contiguous().view(-1).view(torch.uint8).numpy()
-    limit = None if tensor_amax is None or not spec.needs_tensor_amax else float(tensor_amax)
-    quantized = quantize_rows(data, "F32", (rows, cols), spec, tensor_amax=limit)
-    divisor = global_divisor(torch.tensor(limit)) if spec.has_global_scale else None
-    codes, scales = torch.from_numpy(quantized.codes), torch.from_numpy(quantized.scales)
-    return QuantizedTensor(spec, (rows, cols), codes, scales, divisor).dequantize()
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

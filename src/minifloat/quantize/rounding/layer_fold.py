@@ -160,7 +160,8 @@ class LayerFold:
     exponents: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._exponents: dict[tuple[int, int], Tensor] = {}
+        # by stage and expert; experts that share their input have one entry, expert 0
+        self.by_expert: dict[tuple[int, int], Tensor] = {}
         self._places = {
             module: (number, expert)
             for number, stage in enumerate(self.stages)
@@ -171,11 +172,6 @@ class LayerFold:
         for module, (source, part) in self.parts.items():
             if source in self.views:
                 self._modules.setdefault((source, part.matrix), []).append(module)
-
-    @property
-    def by_expert(self) -> Mapping[tuple[int, int], Tensor]:
-        """The exponents by stage and expert; experts that share their input have one entry, expert 0."""
-        return self._exponents
 
     def run(self, sample: SampleInputs) -> None:
         """Fold at every site where that lowers the error on held-out text."""
@@ -190,14 +186,14 @@ class LayerFold:
         """Return the inputs of a stage in the original model as they are after the folds."""
         stage = self.stages[number]
         if stage.outer:
-            found = {expert: e for (of, expert), e in self._exponents.items() if of == number}
+            found = {expert: e for (of, expert), e in self.by_expert.items() if of == number}
             if not found or stage_input.experts is None:
                 return stage_input
             none = torch.zeros(stage.width, dtype=torch.int32)
             table = torch.stack([found.get(expert, none) for expert in range(len(stage.experts))])
             factors = powers_of_two(-table)[stage_input.experts]
         else:
-            exponents = self._exponents.get((number, 0))
+            exponents = self.by_expert.get((number, 0))
             if exponents is None:
                 return stage_input
             factors = powers_of_two(-exponents)
@@ -205,7 +201,7 @@ class LayerFold:
 
     def exponents_of(self, number: int, expert: int) -> Tensor | None:
         """Return the exponents by which the inputs of a stage and expert are smaller now; None: they are as before."""
-        return self._exponents.get((number, expert if self.stages[number].outer else 0))
+        return self.by_expert.get((number, expert if self.stages[number].outer else 0))
 
     def _is_reachable(self, site: FoldSite) -> bool:
         """Return whether every tensor of a site is in the model, and as the checkpoint stores it if it is copied."""
@@ -259,7 +255,7 @@ class LayerFold:
             self.changed.add(name)
         for place in places:
             place_of_input = place if self.stages[place[0]].outer else (place[0], 0)
-            self._exponents[place_of_input] = choice.exponents
+            self.by_expert[place_of_input] = choice.exponents
         self.exponents[exponents_name(site)] = choice.exponents.to(torch.int8)
 
     def _judged(self, modules: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.layerwise.calls import LayersNotSeparableError
+from minifloat.calibration.layerwise.calls import layers_required
 from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.walk import LayerWork
 from minifloat.calibration.model import CalibrationModel, check_data
@@ -50,19 +50,15 @@ def round_checkpoint(
     groups: GroupsToMeasure | None = None,
 ) -> Iterator[RoundedModel]:
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
-    model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
-    loader = model.loader()
-    for data in (kept, held_out):
-        check_data(data, loader.model.config.get_text_config().vocab_size)
-    if options.method.trains:
-        longest = max(map(len, (*kept.sequences, *held_out.sequences)))
-        require_memory(tune_cost(checkpoint, plan, loader.model.dtype, longest), options.device, options.max_memory)
-    try:
+    with layers_required(checkpoint, "quantize it without data"):
+        model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
+        loader = model.loader()
+        check_data(loader.model, kept, held_out)
+        if options.method.trains:
+            longest = max(map(len, (*kept.sequences, *held_out.sequences)))
+            require_memory(tune_cost(checkpoint, plan, loader.model.dtype, longest), options.device, options.max_memory)
         stack = LayerStack(model, loader, options.max_memory)
-        schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
-        facts = {**options.to_dict(), "layout": plan.layout.name, "modules": schemes}
-        if groups is not None:
-            facts["groups"] = groups.to_dict()
+        facts = _facts(options, plan) | ({} if groups is None else {"groups": groups.to_dict()})
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
         with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder:
@@ -74,10 +70,12 @@ def round_checkpoint(
                 folder.finish(len(folder.finished), tuned)
             yield RoundedModel(folder.finished)
             folder.remove()
-    except LayersNotSeparableError as error:
-        raise UsageError(
-            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; quantize it without data"
-        ) from error
+
+
+def _facts(options: RoundingOptions, plan: QuantizationPlan) -> dict[str, Any]:
+    """Return what determines the codes besides model and data, as JSON values."""
+    schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
+    return {**options.to_dict(), "layout": plan.layout.name, "modules": schemes}
 
 
 def require_independent(options: RoundingOptions) -> None:
@@ -107,18 +105,16 @@ def round_saved(
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
     require_independent(options)
     saved.check_model(checkpoint)
-    model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
-    loader = model.loader()
-    try:
+    with layers_required(checkpoint, "quantize it without --stats"):
+        model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
+        loader = model.loader()
         stack = LayerStack(model, loader, options.max_memory)
         if len(saved.layers) != len(stack):
             raise StatsError(
                 saved.folder,
                 f"expected the Hessians of {len(stack)} layers, found {len(saved.layers)}; calibrate again",
             )
-        schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
-        facts = {**options.to_dict(), "layout": plan.layout.name, "modules": schemes, "hessians": saved.layers}
-        fingerprint = run_fingerprint(loader, CalibrationSet(()), facts)
+        fingerprint = run_fingerprint(loader, CalibrationSet(()), _facts(options, plan) | {"hessians": saved.layers})
         with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder:
             walk = _SavedWalk(stack, plan, saved, options, checkpoint.config, progress)
             for index in range(len(folder.finished), len(stack)):
@@ -127,10 +123,6 @@ def round_saved(
                 folder.finish(len(stack), layer_content({}, {"held_out": None}))
             yield RoundedModel(folder.finished)
             folder.remove()
-    except LayersNotSeparableError as error:
-        raise UsageError(
-            f"{checkpoint.path}: its layers cannot be read one at a time, because {error}; quantize it without --stats"
-        ) from error
 
 
 class _SavedWalk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from minifloat.model.runtime.build import replace_forward
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.scale_rules import float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec
-from minifloat.quantize.rounding.stages import Stage, first_tensor
+from minifloat.quantize.rounding.stages import Stage, on_input, on_output
 from minifloat.quantize.rounding.statistics import Rows
 
 
@@ -61,11 +61,10 @@ class StageReader:
             for index, stage in enumerate(self.stages):
                 module = self.model.get_submodule(stage.path)
                 if stage.outer is None or not stage.outer:
-                    hook = module.register_forward_pre_hook(partial(_keep, stage_inputs, index), with_kwargs=True)
-                    stack.callback(hook.remove)
+                    on_input(stack, module, partial(_keep, stage_inputs, index))
                 if stage.outer:
                     rows = outer.setdefault(stage.path, [])
-                    stack.callback(watch_experts(module, partial(_keep_outer, rows, None)))
+                    stack.callback(watch_experts(module, partial(_keep_expert, rows, None, True)))
             output = call.run(self.layer, hidden)
         for index, stage in enumerate(self.stages):
             if stage.outer:
@@ -82,11 +81,10 @@ class StageReader:
         with ExitStack() as stack:
             streams = self._read_residuals(stack, [stage], hidden)
             if stage.outer is None:
-                hook = module.register_forward_pre_hook(partial(_keep_and_stop, found), with_kwargs=True)
-                stack.callback(hook.remove)
+                on_input(stack, module, partial(_keep_and_stop, found))
             elif stage.outer:
-                stack.callback(watch_experts(module, partial(_keep_outer, outer, self._rounding(stage))))
-                stack.callback(module.register_forward_hook(_stop).remove)
+                stack.callback(watch_experts(module, partial(_keep_expert, outer, self._rounding(stage), True)))
+                on_output(stack, module, _stop)
             else:
                 stack.enter_context(_routing_only(module, found, self._rounding(stage)))
             with suppress(_Reached):
@@ -104,12 +102,9 @@ class StageReader:
 
     def _read_residuals(self, stack: ExitStack, stages: Sequence[Stage], hidden: Tensor) -> Mapping[str, Tensor]:
         """Return a mapping that holds the residual stream of each stage once the layer has run."""
-        streams = {"": hidden.reshape(-1, hidden.shape[-1]).cpu()}
+        streams = {"": _rows(hidden)}
         for path in {stage.residual.path for stage in stages if stage.residual is not None} - {""}:
-            hook = self.model.get_submodule(path).register_forward_pre_hook(
-                partial(_keep_stream, streams, path), with_kwargs=True
-            )
-            stack.callback(hook.remove)
+            on_input(stack, self.model.get_submodule(path), partial(_keep_stream, streams, path))
         return streams
 
 
@@ -142,37 +137,35 @@ def pair(original: StageInputs, quantized: StageInputs, stage: Stage, sequence: 
     return Rows(inputs, reference, residual), quantized.experts
 
 
-def _keep(
-    stage_inputs: dict[int, StageInputs], index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    tensor = first_tensor(args, kwargs)
-    assert tensor is not None
-    stage_inputs[index] = StageInputs(tensor.reshape(-1, tensor.shape[-1]).cpu())
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]).cpu()
 
 
-def _keep_and_stop(
-    found: dict[int, StageInputs], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    _keep(found, 0, module, args, kwargs)
+def _keep(found: dict[int, StageInputs], index: int, tensor: Tensor) -> None:
+    found[index] = StageInputs(_rows(tensor))
+
+
+def _keep_and_stop(found: dict[int, StageInputs], tensor: Tensor) -> None:
+    _keep(found, 0, tensor)
     raise _Reached
 
 
-def _keep_stream(streams: dict[str, Tensor], path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    tensor = first_tensor(args, kwargs)
-    assert tensor is not None
-    streams[path] = tensor.reshape(-1, tensor.shape[-1]).cpu()
+def _keep_stream(streams: dict[str, Tensor], path: str, tensor: Tensor) -> None:
+    streams[path] = _rows(tensor)
 
 
-def _keep_outer(
+def _keep_expert(
     rows: list[tuple[int, Tensor, Tensor]],
     quantize: Record | None,
+    wanted: bool,
     expert: int,
     outer: bool,
     x: Tensor,
     tokens: Tensor,
 ) -> Tensor | None:
+    """Keep the rows of an expert's down projections (`wanted`) or of its other inputs, quantized as the model's are."""
     replaced = None if quantize is None else quantize(expert, outer, x, tokens)
-    if outer:
+    if outer is wanted:
         rows.append((expert, tokens.cpu(), (x if replaced is None else replaced).cpu()))
     return replaced
 
@@ -188,8 +181,7 @@ def _routing_only(module: Any, found: dict[int, StageInputs], quantize: Record |
     def forward(hidden_states: Tensor, *routing: Tensor) -> Tensor:
         rows: list[tuple[int, Tensor, Tensor]] = []
         for expert, token, x in inner_inputs(module, hidden_states, *routing):
-            replaced = None if quantize is None else quantize(expert, False, x, token)
-            rows.append((expert, token.cpu(), (x if replaced is None else replaced).cpu()))
+            _keep_expert(rows, quantize, False, expert, False, x, token)
         found[0] = _join(rows, hidden_states.shape[-1], hidden_states)
         raise _Reached
 
@@ -209,32 +201,33 @@ def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) 
     return StageInputs(torch.cat([x for _, _, x in rows]), experts, torch.cat([tokens for _, tokens, _ in rows]))
 
 
-@dataclass(frozen=True)
-class _Place:
-    inputs: StoredTensor
-    experts: Tensor | None
-    tokens: Tensor | None
-    residual: StoredTensor | None
-
-
 class StoredStageInputs:
-    """Keeps the stage_inputs of each sequence in a file. The indices of experts stay in memory."""
+    """Keeps the inputs of the stages of each sequence in a file. The indices of experts stay in memory."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._places: dict[tuple[int, int], tuple[StoredTensor, StoredTensor | None, StageInputs]] = {}
 
     def keep(self, sequence: int, stage_inputs: Sequence[StageInputs]) -> None:
-        for stage, stage_input in enumerate(stage_inputs):
-            residual = None if stage_input.residual is None else self._file.append(stage_input.residual)
-            self._places[sequence, stage] = _Place(
-                self._file.append(stage_input.inputs), stage_input.experts, stage_input.tokens, residual
-            )
+        for stage, given in enumerate(stage_inputs):
+            residual = None if given.residual is None else self._file.append(given.residual)
+            rest = replace(given, inputs=torch.empty(0), residual=None)
+            self._places[sequence, stage] = self._file.append(given.inputs), residual, rest
 
     def read(self, sequence: int, stage: int) -> StageInputs:
-        place = self._places[sequence, stage]
-        residual = None if place.residual is None else self._file.read(place.residual)
-        return StageInputs(self._file.read(place.inputs), place.experts, place.tokens, residual)
+        inputs, residual, rest = self._places[sequence, stage]
+        stream = None if residual is None else self._file.read(residual)
+        return replace(rest, inputs=self._file.read(inputs), residual=stream)
+
+    def read_routed(self, sequence: int, number: int, stage: Stage) -> StageInputs:
+        """Return the inputs of a stage row by expert: gate and up read the rows that their down projections get."""
+        own = self.read(sequence, number)
+        return routed(own, self.read(sequence, number + 1)) if stage.outer is False else own
+
+
+def routed(tokens: StageInputs, down: StageInputs) -> StageInputs:
+    """Return the inputs of a whole experts module in the rows of the down projections behind it."""
+    return StageInputs(tokens.inputs[down.tokens], down.experts, down.tokens)
 
 
 class InputQuantizer:
@@ -252,11 +245,11 @@ class InputQuantizer:
         self._tokens: dict[tuple[int, int], int] = {}
         self._exponents: Mapping[tuple[int, int], Tensor] = {}
 
-    def observe(self, number: int, stage_input: StageInputs, routing: StageInputs | None = None) -> None:
+    def observe(self, number: int, stage_input: StageInputs) -> None:
         """Record the largest input of each channel in one sequence of calibration text."""
         if number not in self._specs:
             return
-        for expert, largest, tokens in largest_inputs(stage_input, routing):
+        for expert, largest, tokens in largest_inputs(stage_input):
             self.add(number, expert, largest, tokens)
 
     def add(self, number: int, expert: int, largest: Tensor, tokens: int) -> None:
@@ -335,11 +328,9 @@ class InputQuantizer:
         return max(largest)
 
 
-def largest_inputs(stage_input: StageInputs, routing: StageInputs | None = None) -> Iterator[tuple[int, Tensor, int]]:
+def largest_inputs(stage_input: StageInputs) -> Iterator[tuple[int, Tensor, int]]:
     """Yield for each expert of a stage its largest input by channel, float32 ``[K]``, and its number of tokens."""
     experts, inputs = stage_input.experts, stage_input.inputs
-    if routing is not None and routing.tokens is not None:
-        experts, inputs = routing.experts, inputs[routing.tokens]
     for expert in [0] if experts is None else torch.unique(experts).tolist():
         rows = inputs if experts is None else inputs[experts == expert]
         yield expert, rows.abs().amax(0).float(), len(rows)

@@ -64,15 +64,18 @@ def find_stages(
 ) -> list[Stage]:
     """Return the stages of a layer in the order of execution."""
     events: list[_Event] = []
+
+    def record(path: str, is_output: bool, tensor: Tensor) -> None:
+        events.append(_Event(path, tensor, is_output))
+
     linears = {site.path: site for site in sites.linears}
     experts = {site.path: site for site in sites.experts}
     with ExitStack() as stack, torch.inference_mode():
         for name, module in layer.named_modules():
             path = f"{prefix}.{name}" if name else prefix
-            hook = module.register_forward_pre_hook(partial(_record_input, events, path), with_kwargs=True)
-            stack.callback(hook.remove)
+            on_input(stack, module, partial(record, path, False))
             if path in linears:
-                stack.callback(module.register_forward_hook(partial(_record_output, events, path)).remove)
+                on_output(stack, module, partial(record, path, True))
         output = call.run(layer, hidden)
     stages: dict[Any, Stage] = {}
     for event in events:
@@ -101,19 +104,20 @@ def find_stages(
     ]
 
 
-def _record_input(events: list[_Event], path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tensor = first_tensor(args, kwargs)
-    if tensor is not None:
-        events.append(_Event(path, tensor))
+def on_input(stack: ExitStack, module: nn.Module, keep: Callable[[Tensor], None]) -> None:
+    """Call `keep` with the input of a module, the first tensor among its arguments, until the stack closes."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if tensor is not None:
+            keep(tensor)
+
+    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
-def _record_output(events: list[_Event], path: str, _: nn.Module, __: Any, output: Tensor) -> None:
-    events.append(_Event(path, output, is_output=True))
-
-
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the first tensor among the arguments of a module, which is its input."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+def on_output(stack: ExitStack, module: nn.Module, keep: Callable[[Any], None]) -> None:
+    """Call `keep` with the output of a module until the stack closes."""
+    stack.callback(module.register_forward_hook(lambda _, __, output: keep(output)).remove)
 
 
 def _residuals(events: list[_Event], hidden: Tensor) -> Iterator[tuple[str, Residual]]:
@@ -182,10 +186,9 @@ def find_finished_modules(
         for name, module in layer.named_modules():
             path = f"{prefix}.{name}"
             if path in numbers:
-                hook = module.register_forward_pre_hook(partial(_keep_input, inputs, path), with_kwargs=True)
-                stack.callback(hook.remove)
+                on_input(stack, module, partial(inputs.__setitem__, path))
             if name and (path in numbers or next(module.children(), None) is not None):
-                stack.callback(module.register_forward_hook(partial(_keep_output, outputs, path)).remove)
+                on_output(stack, module, partial(outputs.__setitem__, path))
         expected = call.run(layer, hidden)
     needed = [stage.residual.path for stage in stages if stage.residual is not None]
     found: dict[int, FinishedModule] = {}
@@ -234,15 +237,3 @@ def _returned(result: Any, output: Tensor) -> int | None:
     if not same or first.dtype != output.dtype or any(value is not None for value in rest):
         return None
     return len(result) if isinstance(result, tuple) else 0
-
-
-def _keep_input(
-    inputs: dict[str, Tensor], path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    tensor = first_tensor(args, kwargs)
-    if tensor is not None:
-        inputs[path] = tensor
-
-
-def _keep_output(outputs: dict[str, Any], path: str, _: nn.Module, __: Any, output: Any) -> None:
-    outputs[path] = output

@@ -5,7 +5,7 @@ The rows of the experts of a layer are on disk, so that memory holds the product
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -88,7 +88,7 @@ class Accumulator:
         self._pending_rows = 0
         self.tokens = 0
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: Rows, _: Tensor | None = None) -> None:
         """Add some tokens."""
         self._pending.append(rows)
         self._pending_rows += len(rows.inputs)
@@ -156,7 +156,8 @@ class ExpertRows:
         self._places: list[list[tuple[StoredTensor, StoredTensor]]] = [[] for _ in range(count)]
         self.tokens = [0] * count
 
-    def keep(self, rows: Rows, experts: Tensor) -> None:
+    def add(self, rows: Rows, experts: Tensor | None) -> None:
+        assert experts is not None
         names, counts = torch.unique_consecutive(experts, return_counts=True)
         first = 0
         for expert, count in zip(names.tolist(), counts.tolist(), strict=True):
@@ -174,6 +175,23 @@ class ExpertRows:
                 chunk = []
         if chunk:
             yield join(chunk)
+
+
+def divide(
+    paired: Iterable[tuple[int, Rows, Tensor | None]],
+    sums: Accumulator | ExpertRows,
+    samples: Sequence[Sample],
+    first_held_out: int,
+) -> None:
+    """Add the rows of each sequence, with the expert of each row, to the sums, or to the samples if it is held out."""
+    for sequence, rows, experts in paired:
+        if sequence < first_held_out:
+            sums.add(rows, experts)
+        elif experts is None:
+            samples[0].add(rows)
+        else:
+            for expert in torch.unique(experts).tolist():
+                samples[expert].add(rows.pick(experts == expert))
 
 
 def own_statistics(experts: ExpertRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:

@@ -26,9 +26,18 @@ from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.rounded_model import layer_content
-from minifloat.quantize.rounding.stage_inputs import InputQuantizer, StageInputs, StageReader, StoredStageInputs, pair
+from minifloat.quantize.rounding.stage_inputs import InputQuantizer, StageReader, StoredStageInputs, pair, routed
 from minifloat.quantize.rounding.stages import FinishedModules, Stage, find_finished_modules, find_stages
-from minifloat.quantize.rounding.statistics import HELD_OUT_ROWS, Accumulator, ExpertRows, Sample, filled_statistics
+from minifloat.quantize.rounding.statistics import (
+    HELD_OUT_ROWS,
+    Accumulator,
+    ExpertRows,
+    Rows,
+    Sample,
+    Statistics,
+    divide,
+    filled_statistics,
+)
 
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
 #: sequences alone, through layers that are rounded to nearest.
@@ -171,7 +180,7 @@ class _LayerRun:
             if number < self.walk.first_held_out:
                 for stage, stage_input in enumerate(stage_inputs):
                     inner = self.stages[stage].outer is False
-                    inputs.observe(stage, stage_input, stage_inputs[stage + 1] if inner else None)
+                    inputs.observe(stage, routed(stage_input, stage_inputs[stage + 1]) if inner else stage_input)
             self.walk.report(self.layer.index, "original", len(self.stages))
         if self.walk.damage is not None:
             self.walk.damage.run_original(self._run_stream)
@@ -221,36 +230,24 @@ class _LayerRun:
         """Collect the inputs of a stage, and round the weights that read them."""
         if not any(module in rounding.parts for expert in stage.experts for module in expert):
             return
+        follows = self.walk.options.method.follows_quantized
+        paired = self._paired(number, stage, fold)
+        samples = [Sample(HELD_OUT_ROWS, len(self.nearest)) for _ in stage.experts]
+        found: Iterable[tuple[int, Statistics, dict[str, Any]]]
         if stage.outer is None:
-            self._round_dense(number, stage, rounding, fold)
+            adding = None if stage.residual is None else rounding.weights[stage.experts[0][0]]
+            accumulator = Accumulator(stage.width, drift=follows, adding=adding, device=self.walk.stack.device)
+            divide(paired, accumulator, samples, self.walk.first_held_out)
+            statistics = accumulator.finish()
+            found = [(0, statistics, {"tokens": statistics.tokens})]
         else:
-            self._round_experts(number, stage, rounding, fold)
+            experts = ExpertRows(self.rows, len(stage.experts))
+            divide(paired, experts, samples, self.walk.first_held_out)
+            found = filled_statistics(experts, stage.width, drift=follows)
+        for expert, statistics, facts in found:
+            rounding.round_group(stage.experts[expert], statistics, samples[expert].rows(), facts)
 
-    def _round_dense(self, number: int, stage: Stage, rounding: LayerRounding, fold: LayerFold) -> None:
-        follows = self.walk.options.method.follows_quantized
-        adding = None if stage.residual is None else rounding.weights[stage.experts[0][0]]
-        accumulator = Accumulator(stage.width, drift=follows, adding=adding, device=self.walk.stack.device)
-        held_out = Sample(HELD_OUT_ROWS, len(self.nearest))
-        for sequence, (rows, _) in self._paired(number, stage, fold):
-            (held_out if sequence >= self.walk.first_held_out else accumulator).add(rows)
-        statistics = accumulator.finish()
-        rounding.round_group(stage.experts[0], statistics, held_out.rows(), {"tokens": statistics.tokens})
-
-    def _round_experts(self, number: int, stage: Stage, rounding: LayerRounding, fold: LayerFold) -> None:
-        follows = self.walk.options.method.follows_quantized
-        held_out = [Sample(HELD_OUT_ROWS, len(self.nearest)) for _ in stage.experts]
-        routed = ExpertRows(self.rows, len(stage.experts))
-        for sequence, (rows, experts) in self._paired(number, stage, fold):
-            assert experts is not None
-            if sequence < self.walk.first_held_out:
-                routed.keep(rows, experts)
-                continue
-            for expert in experts.unique().tolist():
-                held_out[expert].add(rows.pick(experts == expert))
-        for expert, statistics, facts in filled_statistics(routed, stage.width, drift=follows):
-            rounding.round_group(stage.experts[expert], statistics, held_out[expert].rows(), facts)
-
-    def _paired(self, number: int, stage: Stage, fold: LayerFold) -> Iterator[tuple[int, Any]]:
+    def _paired(self, number: int, stage: Stage, fold: LayerFold) -> Iterator[tuple[int, Rows, Tensor | None]]:
         """Yield for each sequence the inputs of a stage in both models, and the expert of each row."""
         for sequence in self.original:
             original = fold.scaled(number, self.reference.read(sequence, number))
@@ -260,9 +257,8 @@ class _LayerRun:
                     quantized = self.reader.read(stage, self.layer.call(sequence), hidden)
                 self.finished.keep(number, sequence, quantized.inputs)
             elif stage.outer is False:
-                routing = self.reference.read(sequence, number + 1)  # of the down projections: the same rows
-                quantized = StageInputs(original.inputs[routing.tokens], routing.experts, routing.tokens)
+                quantized = routed(original, self.reference.read(sequence, number + 1))
             else:
                 quantized = original
-            yield sequence, pair(original, quantized, stage, sequence)
+            yield sequence, *pair(original, quantized, stage, sequence)
             self.walk.report(self.layer.index, stage.name, len(self.stages))
