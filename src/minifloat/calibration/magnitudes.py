@@ -161,7 +161,6 @@ def _largest(values: npt.NDArray[np.float32]) -> list[tuple[int, tuple[float, fl
 
 
 def _median(values: npt.NDArray[np.float32]) -> float:
-    """Return the median of the channels that are not 0."""
     return float(np.median(values[values > 0]))
 
 

@@ -99,7 +99,6 @@ _FORMAT = ArrayFormat(
 
 
 def write_token_file(written: WrittenText, path: Path) -> None:
-    """Write the file in one step."""
     record = {
         "settings": asdict(written.settings),
         "weights": dict(written.weights),

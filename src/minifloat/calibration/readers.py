@@ -42,8 +42,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Source:
-    """A source of text."""
-
     name: str
     column: str | None = None  # column of a table that holds text or chat messages; None: ``text``, else ``messages``
     weight: float = 1.0

@@ -135,7 +135,6 @@ def _stack(rows: list[npt.NDArray[Any]], columns: int, dtype: type) -> npt.NDArr
 
 
 def decode_stats(file: ArrayFile) -> ActivationStats:
-    """Return the statistics in a file."""
     try:
         return _decode(file.record, {name: file.array(name) for name in file.names})
     except (ValueError, IndexError, TypeError) as error:

@@ -122,7 +122,6 @@ class Percentile(HistogramRule):
         _require("percentile", self.percentile, 0.0 < self.percentile <= 100.0, "above 0 and at most 100")
 
     def clip(self, module: ModuleStats, element: ElementFormat) -> float:
-        """Return the percentile."""
         # Zeros do not count: an input that is mostly zero, as after ReLU, would have a percentile of zero.
         counts = module.require_histogram(self.name)[1:]
         edges = bin_edges()[1:]

@@ -148,7 +148,6 @@ def _expert_projection(module: str) -> str:
 
 
 def _largest(amax: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
-    """Return the largest amax of each group."""
     largest: dict[str, float] = {}
     for name, value in amax.items():
         largest[groups[name]] = max(value, largest.get(groups[name], 0.0))

@@ -37,8 +37,6 @@ _OUTER = "down_proj"
 
 @dataclass(frozen=True)
 class LinearSite:
-    """A linear layer."""
-
     path: str
     names: tuple[str, ...]
     width: int

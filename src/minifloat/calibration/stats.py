@@ -63,6 +63,16 @@ class ModelIdentity:
         }
         return [name for key, name in names.items() if getattr(self, key) != getattr(other, key)]
 
+    def require(self, checkpoint: Checkpoint, what: str) -> None:
+        """Raise an error unless this is the identity of the model in a checkpoint."""
+        differences = self.differences(ModelIdentity.of(checkpoint))
+        if differences:
+            raise StatsError(
+                checkpoint.path,
+                f"the {what} are of another model, it differs in {', '.join(differences)}; "
+                "calibrate this model, from this folder",
+            )
+
 
 def _architecture(config: dict[str, Any]) -> str:
     architectures = config.get("architectures")
@@ -96,8 +106,15 @@ def _sample(checkpoint: Checkpoint) -> str:
 SCHEMA_VERSION = 2
 
 
+class _Arrays:
+    """A dataclass of arrays; equal if all of them are the same to the bit."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(_same(mine, vars(other)[name]) for name, mine in vars(self).items())
+
+
 @dataclass(frozen=True, eq=False)
-class ModuleStats:
+class ModuleStats(_Arrays):
     """Statistics of the input of one linear, per sequence."""
 
     amax: Floats  # largest magnitude in each sequence, float32 `[S]`; 0 for a sequence without a token for the module
@@ -106,7 +123,6 @@ class ModuleStats:
     channel_amax: Floats | None = None  # largest magnitude of each input channel, float32 `[K]`; None if not recorded
 
     def __post_init__(self) -> None:
-        """Check the arrays."""
         _check("amax", self.amax, np.float32, 1)
         _check("tokens", self.tokens, np.int64, 1)
         if self.amax.shape != self.tokens.shape:
@@ -120,12 +136,6 @@ class ModuleStats:
         if self.channel_amax is not None:
             _check("channel_amax", self.channel_amax, np.float32, 1)
 
-    def __eq__(self, other: object) -> bool:
-        """Return whether all arrays are the same to the bit."""
-        return isinstance(other, ModuleStats) and all(
-            _same(mine, theirs) for mine, theirs in zip(self._arrays(), other._arrays(), strict=True)
-        )
-
     @property
     def max(self) -> float:
         """Largest magnitude of all sequences; 0 if no token reached the module."""
@@ -137,7 +147,6 @@ class ModuleStats:
         return int(self.tokens.sum())
 
     def require_histogram(self, purpose: str) -> Counts:
-        """Return the histogram."""
         if self.histogram is None:
             raise UsageError(f"{purpose}: these statistics have no histograms; calibrate again with histograms")
         return self.histogram
@@ -156,27 +165,19 @@ class ModuleStats:
             np.max(channels, axis=0) if channels else None,
         )
 
-    def _arrays(self) -> tuple[npt.NDArray[Any] | None, ...]:
-        return self.amax, self.tokens, self.histogram, self.channel_amax
-
 
 @dataclass(frozen=True, eq=False)
-class KVStats:
+class KVStats(_Arrays):
     """Statistics of the K and V that an attention puts into its cache, after rotary embedding."""
 
     k_amax: Floats  # largest magnitude of K in each sequence and KV head, float32 `[S, num_kv_heads]`
     v_amax: Floats
 
     def __post_init__(self) -> None:
-        """Check the arrays."""
         _check("k_amax", self.k_amax, np.float32, 2)
         _check("v_amax", self.v_amax, np.float32, 2)
         if self.k_amax.shape != self.v_amax.shape:
             raise ValueError(f"k_amax is {self.k_amax.shape}, v_amax {self.v_amax.shape}")
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether both arrays are the same to the bit."""
-        return isinstance(other, KVStats) and _same(self.k_amax, other.k_amax) and _same(self.v_amax, other.v_amax)
 
     @property
     def heads(self) -> int:
@@ -212,13 +213,7 @@ class ActivationStats:
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise an error unless these are the statistics of the model in a checkpoint."""
-        differences = self.model.differences(ModelIdentity.of(checkpoint))
-        if differences:
-            raise StatsError(
-                checkpoint.path,
-                f"the activation statistics are of another model, it differs in {', '.join(differences)}; "
-                "calibrate this model, from this folder",
-            )
+        self.model.require(checkpoint, "activation statistics")
 
     def merge(self, other: ActivationStats) -> ActivationStats:
         """Return the statistics of two runs as one: sequences appended, histograms added, channels' larger amax."""
@@ -271,7 +266,6 @@ def _same(mine: npt.NDArray[Any] | None, theirs: npt.NDArray[Any] | None) -> boo
 
 
 def _all_or_none(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> list[npt.NDArray[Any]]:
-    """Return the arrays, or an empty list if all are None."""
     present = [array for array in arrays if array is not None]
     if present and len(present) != len(arrays):
         raise ValueError(f"only some have {name}; observe all runs with the same options")

@@ -63,8 +63,6 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class InputSummary:
-    """The input of one linear."""
-
     module: str
     tokens: int
     amax: float
@@ -87,8 +85,6 @@ class CacheSummary:
 
 @dataclass(frozen=True)
 class StatsSummary:
-    """The summary of a calibration."""
-
     inputs: tuple[InputSummary, ...]
     caches: tuple[CacheSummary, ...]
     history_rule: HistoryRule

@@ -6,7 +6,6 @@ kind than what the model will see; only `compare` on other text can.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import Override
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.rounding.budget import WithinBudget
+from minifloat.quantize.rounding.damage import KLMeans
 from minifloat.quantize.rounding.methods import DEFAULT_ROUNDING, RoundingOptions, get_method
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 
@@ -66,14 +66,10 @@ def source_gains(
 
 def _gain(name: str, rows: Sequence[tuple[int, float, float]]) -> SourceGain:
     """Return the divergence on the sequences of one source, given as (tokens, nearest, method)."""
-    tokens = sum(count for count, _, _ in rows)
-    losses = [method - nearest for _, nearest, method in rows]
-    loss, error = sum(losses) / len(losses), None
-    if len(losses) > 1:
-        error = math.sqrt(sum((value - loss) ** 2 for value in losses) / (len(losses) - 1) / len(losses))
-    nearest = sum(count * value for count, value, _ in rows) / tokens
-    method = sum(count * value for count, _, value in rows) / tokens
-    return SourceGain(name, len(rows), tokens, nearest, method, loss, error)
+    tokens = [count for count, _, _ in rows]
+    nearest, method = (KLMeans(tokens, [row[column] for row in rows]) for column in (1, 2))
+    loss = KLMeans([1] * len(rows), [method - nearest for _, nearest, method in rows])
+    return SourceGain(name, len(rows), nearest.total, nearest.mean, method.mean, loss.mean, loss.error)
 
 
 def source_warnings(gains: Sequence[SourceGain], method: str) -> tuple[str, ...]:

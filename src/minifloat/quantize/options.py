@@ -102,7 +102,6 @@ class QuantizeOptions:
         check_fields(self)
 
     def parsed_overrides(self) -> list[Override]:
-        """Return the overrides, those that are text parsed."""
         return [item if isinstance(item, Override) else Override.parse(item) for item in self.overrides]
 
 

@@ -18,7 +18,7 @@ from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.quantize.options import DEFAULT_OPTIONS, QuantizeOptions
 from minifloat.quantize.planner import planned_source
-from minifloat.report.document import ShortReport
+from minifloat.quantize.report import TensorsReport
 from minifloat.report.text import size_text
 
 
@@ -35,7 +35,7 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, repr=False)
-class QuantizePreview(ShortReport):
+class QuantizePreview(TensorsReport):
     """The result of `preview_quantization`."""
 
     source: str
@@ -47,16 +47,6 @@ class QuantizePreview(ShortReport):
     engines: tuple[EngineVerdict, ...]
     notes: tuple[str, ...]
     disk_free: int
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes of all tensors in the source."""
-        return sum(tensor.source_bytes for tensor in self.tensors)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of all tensors in the output."""
-        return sum(tensor.output_bytes for tensor in self.tensors)
 
     @property
     def fits_on_disk(self) -> bool:

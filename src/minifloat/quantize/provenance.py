@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from minifloat._version import __version__
 from minifloat.calibration.result import Calibration
@@ -13,16 +13,6 @@ from minifloat.checkpoint.digest import combine
 from minifloat.checkpoint.hub import model_name, origin_of
 from minifloat.model.layouts import compressed_tensors
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-
-
-class _TensorEntry(Protocol):
-    """A row of a report: a source tensor and the digest of its bytes."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def source_digest(self) -> str: ...
 
 
 def describe_recipe(
@@ -100,7 +90,7 @@ def _text_options(data: dict[str, Any]) -> str:
 
 
 def provenance(
-    checkpoint: Checkpoint, command: str, options: str, tensors: Iterable[_TensorEntry], **facts: Any
+    checkpoint: Checkpoint, command: str, options: str, tensors: Iterable[Any], **facts: Any
 ) -> dict[str, Any]:
     """Return source, hashes, versions and command of an output; sharding does not change them."""
     origin = origin_of(checkpoint.path)

@@ -75,10 +75,6 @@ class TensorReport:
         stats = data.get("stats")
         return cls(**{**data, "shape": tuple(data["shape"]), "stats": CastStats(**stats) if stats else None})
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return asdict(self)
-
 
 #: Check of what `TensorReport.to_dict` returns.
 TENSOR_ROW: Check = exact_fields(
@@ -106,12 +102,10 @@ class TensorsReport(ShortReport):
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of all tensors in the source."""
         return sum(tensor.source_bytes for tensor in self.tensors)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all tensors in the output."""
         return sum(tensor.output_bytes for tensor in self.tensors)
 
     def count(self, action: str) -> int:
@@ -166,7 +160,6 @@ class QuantizeReport(TensorsReport):
 
     @property
     def quantized(self) -> tuple[TensorReport, ...]:
-        """The reports of quantized tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.stats is not None)
 
     @property
@@ -186,14 +179,14 @@ class QuantizeReport(TensorsReport):
             "engines": [verdict.to_dict() for verdict in self.engines],
             "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
             "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
-            "activations": [activation.to_dict() for activation in self.activations],
+            "activations": [asdict(activation) for activation in self.activations],
             **({} if self.quantized_source is None else {"quantized_source": self.quantized_source}),
             **({} if self.rounding is None else {"rounding": self.rounding}),
         }
 
 
 def _with_sqnr(tensor: TensorReport) -> dict[str, Any]:
-    data = tensor.to_dict()
+    data = asdict(tensor)
     if tensor.stats is not None:
         data["stats"]["sqnr_db"] = finite_or_none(tensor.stats.sqnr_db)
     return data

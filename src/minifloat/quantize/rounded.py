@@ -171,7 +171,6 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
 
 
 def _tuning_note(tuned: Mapping[str, Any]) -> str:
-    """Return what tuning did."""
     if tuned["best_step"] == 0:
         return f"Tuning kept the state before its first step: no later one of {tuned['steps']} steps was better."
     stopped = f" Tuning ended early: {tuned['stopped']}." if tuned["stopped"] else ""

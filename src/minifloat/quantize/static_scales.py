@@ -7,8 +7,7 @@ held-out run: saturation of unseen text is a failure of static quantization that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,10 +38,6 @@ class ActivationReport:
     flushed: float | None = None  # fraction of held-out elements that would become zero
     note: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return asdict(self)
-
 
 def apply_calibration(
     plan: QuantizationPlan, checkpoint: Checkpoint, calibration: Calibration | None, *, kv_cache: bool
@@ -57,9 +52,9 @@ def apply_calibration(
     _refuse_drafts(plan, {*static, *nested})
     group_of = {part.module: part.group for tensor in plan.tensors for part in tensor.parts}.__getitem__
     inputs = activation_scales(calibration.stats, calibration.rule, modules=static, group_of=group_of)
-    rule, rule_note = _nested_rule(calibration.rule) if nested else (calibration.rule, ())
+    rule, rule_note = _history(calibration.rule, bool(nested), "Divisors of NVFP4 inputs", "assumes one scale")
     under_divisor = activation_scales(calibration.stats, rule, modules=nested, group_of=group_of)
-    kv_rule, kv_note = _kv_rule(calibration.rule) if kv_cache else (calibration.rule, ())
+    kv_rule, kv_note = _history(calibration.rule, kv_cache, "Scales of the KV cache", "needs histograms")
     caches = kv_scales(calibration.stats, kv_rule, modules=plan.attention_modules) if kv_cache else {}
     divisors = {module: scalar_global_divisor(amax) for module, amax in under_divisor.amax.items()}
     reports = (
@@ -104,20 +99,10 @@ def _top_scale(divisor: np.float32) -> np.float32:
     return np.float32(E4M3.max) / divisor
 
 
-def _nested_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule for the divisors of NVFP4 inputs, and a note if it is not the rule for static scales."""
-    nested_rule = history_rule(rule)
-    if nested_rule is rule:
-        return rule, ()
-    return nested_rule, (f"Divisors of NVFP4 inputs are made by the rule {nested_rule}: {rule} assumes one scale.",)
-
-
-def _kv_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule for keys and values, which have no histograms, and a note if it is not the rule for inputs."""
-    kv_rule = history_rule(rule)
-    if kv_rule is rule:
-        return rule, ()
-    return kv_rule, (f"Scales of the KV cache are made by the rule {kv_rule}: {rule} needs histograms.",)
+def _history(rule: Rule, wanted: bool, what: str, why: str) -> tuple[Rule, tuple[str, ...]]:
+    """Return the rule for tensors that histograms do not serve, and a note if it is not the rule for static scales."""
+    history = history_rule(rule) if wanted else rule
+    return history, () if history is rule else (f"{what} are made by the rule {history}: {rule} {why}.",)
 
 
 def _weight_only(plan: QuantizationPlan) -> QuantizationPlan:

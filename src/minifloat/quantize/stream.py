@@ -195,7 +195,6 @@ def _itemsize(info: TensorInfo) -> int:
 
 
 def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> float:
-    """Return the amax of a weight."""
     largest = 0.0
     for start, stop, slab in _slabs(checkpoint, info, part, caster):
         shape = (stop - start, part.shape[1])
@@ -303,7 +302,6 @@ def chunks(checkpoint: Checkpoint, info: TensorInfo, caster: Caster = CPU) -> It
 
 
 def _source_chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Bytes]:
-    """Yield what is stored of a tensor."""
     if _is_decoded(checkpoint, info):
         yield from checkpoint.stored_chunks(info, 0, len(checkpoint.weights[info.name]), SLAB_BYTES)
     else:

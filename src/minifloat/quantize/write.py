@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -247,9 +247,9 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         source_bytes = self.checkpoint.stored_bytes(item.source)
         if not item.parts:
             changed = self.rounded is not None and item.source.name in self.rounded.model
-            return [TensorReport.copied(item, source_bytes, results[0], changed=changed).to_dict()]
+            return [asdict(TensorReport.copied(item, source_bytes, results[0], changed=changed))]
         return [
-            TensorReport.quantized(item, part, source_bytes, stats, digest, copied=part.module in self.copied).to_dict()
+            asdict(TensorReport.quantized(item, part, source_bytes, stats, digest, copied=part.module in self.copied))
             for part, (stats, digest) in zip(item.parts, results, strict=True)
         ]
 

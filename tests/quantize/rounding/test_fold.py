@@ -18,7 +18,6 @@ from minifloat.model.architecture.folding import FoldPart, FoldSite, fold_sites,
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
 from minifloat.numerics.granularity import GROUP_16, GROUP_32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
-from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.rounding.folding import (
     OutputLoss,
     apply_exponents,

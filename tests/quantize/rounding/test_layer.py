@@ -137,7 +137,7 @@ def test_an_expert_with_few_tokens_mixes_its_hessian_with_that_of_all_experts(tm
         routed = ExpertRows(file, len(counts))
         for part in (slice(0, 3), slice(3, None)):  # two sequences
             experts = torch.cat([torch.full((len(each[part]),), expert) for expert, each in enumerate(inputs)])
-            routed.keep(
+            routed.add(
                 Rows(torch.cat([each[part] for each in inputs]), torch.cat([each[part] for each in references])),
                 experts,
             )

@@ -169,9 +169,8 @@ class LayerStack:
 
     def logits(self, sequence: Sequence[int], hidden: Tensor) -> Tensor:
         """Return the logits ``[T, V]`` that the model gives if its layers return `hidden` for a sequence."""
-        assert self._capture is not None  # `capture` was called
-        with self.weights.before_layers():
-            return self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
+        [logits] = self.logits_of(sequence, [hidden])
+        return logits
 
     def logits_of(self, sequence: Sequence[int], states: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield what `logits` returns for each of several hidden states of one sequence; the head is read once."""
@@ -181,7 +180,6 @@ class LayerStack:
                 yield self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
 
     def sites_of(self, index: int) -> Sites:
-        """Return the sites inside one layer."""
         prefix = f"{self.path}.{index}."
         return Sites(
             tuple(site for site in self.sites.linears if site.path.startswith(prefix)),

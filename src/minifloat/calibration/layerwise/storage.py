@@ -72,7 +72,6 @@ class TensorFile:
                 view, offset = view[count:], offset + count
 
     def read(self, location: StoredTensor) -> Tensor:
-        """Return the tensor at a location, on the CPU."""
         tensor = torch.empty(location.shape, dtype=location.dtype)
         read_exactly(self._descriptor, _bytes(tensor), location.offset, self.path)
         return tensor

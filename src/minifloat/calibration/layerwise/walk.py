@@ -175,7 +175,6 @@ class LayerWalk:
             self.work.finish(index, content)
 
     def call(self, index: int, sequence: int) -> LayerCall:
-        """Return the arguments of a layer for a sequence."""
         return self._pool.restore(self._calls[sequence][index])
 
     def _capture(self) -> list[tuple[LayerCall, ...]]:
@@ -209,7 +208,6 @@ class OpenLayer:
         self._outputs = stack.enter_context(TensorFile(walk.work.draft)) if writes else None
 
     def call(self, sequence: int) -> LayerCall:
-        """Return the arguments of the layer for a sequence."""
         return self._walk.call(self.index, sequence)
 
     def hidden(self, place: StoredTensor) -> Tensor:
@@ -222,7 +220,6 @@ class OpenLayer:
             self._outputs.write(place, output)
 
     def scratch(self, name: str) -> TensorFile:
-        """Return an open file for tensors of this layer."""
         return self._stack.enter_context(TensorFile(self._walk.work.scratch(name)))
 
     def finish(self) -> None:

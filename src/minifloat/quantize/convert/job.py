@@ -221,7 +221,6 @@ def _outputs(conversions: Sequence[Conversion]) -> list[OutputTensor]:
 
 
 def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None) -> list[str]:
-    """Write the output of a conversion."""
     info = conversion.sources[0]
     if shard is None or conversion.output is None:
         return [copy_digest(checkpoint, source) for source in conversion.sources]

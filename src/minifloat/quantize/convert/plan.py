@@ -28,8 +28,6 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """One tensor of the source."""
-
     name: str
     action: str
     detail: str

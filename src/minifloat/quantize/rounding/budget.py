@@ -85,11 +85,9 @@ class Frontier:
         return [(self.cheapest + step * self.unit, float(self._least[step])) for step in steps]
 
     def cost(self, choice: Sequence[int]) -> int:
-        """Return the bytes of a choice."""
         return sum(costs[option] for costs, option in zip(self._costs, choice, strict=True))
 
     def damage(self, choice: Sequence[int]) -> float:
-        """Return the damage of a choice."""
         return sum(damages[option] for damages, option in zip(self._damages, choice, strict=True))
 
     def _choice(self, at: int) -> list[int]:
@@ -132,12 +130,10 @@ class WithinBudget:
 
     @property
     def result(self) -> MeasuredMixture:
-        """The mixture of the output."""
         return self.measured[-1]
 
     @property
     def reached(self) -> bool:
-        """Whether the output is within the budget."""
         return self.budget.max_kl is None or self.result.kl <= self.budget.max_kl
 
     def counts(self) -> dict[str, int]:

@@ -66,7 +66,6 @@ class Groups:
 def find_groups(
     plan: QuantizationPlan, schemes: Sequence[Scheme], user: Sequence[Override], *, experts_together: bool = False
 ) -> Groups:
-    """Return the groups of a plan."""
     members: dict[str, list[TensorPlan]] = {}
     counted_weights = counted_bytes = 0
     for tensor in plan.tensors:

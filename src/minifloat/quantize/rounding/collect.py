@@ -192,7 +192,6 @@ class _Collection:
         return self._store(stages, stage_inputs, layer.scratch("rows"))
 
     def _store(self, stages: Sequence[Stage], stage_inputs: StoredStageInputs, rows: TensorFile) -> ArrayContent:
-        """Return what is stored of a layer."""
         tensors: dict[str, Tensor] = {}
         all_tokens: list[list[int]] = []
         sample = FoldSample(stage_inputs, stages, self.first_held_out, len(self.sequences))

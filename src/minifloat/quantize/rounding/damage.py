@@ -118,8 +118,6 @@ class GroupsToMeasure:
 
 @dataclass
 class DamageStreams:
-    """The streams of all groups."""
-
     request: GroupsToMeasure
     given_back: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)
     alone: dict[str, dict[int, StoredTensor]] = field(default_factory=dict)

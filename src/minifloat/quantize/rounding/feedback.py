@@ -32,7 +32,6 @@ class Feedback:
 
 
 def factorize(hessian: Tensor, name: str) -> Feedback:
-    """Return the feedback that a Hessian gives."""
     diagonal = hessian.diagonal().double()
     if not bool(diagonal.isfinite().all()):
         raise SingularHessianError(f"{name}: the second moments of its inputs are NaN or Inf")

@@ -147,8 +147,6 @@ SampleInputs = Callable[[int, int, bool], Tensor | None]
 
 @dataclass
 class LayerFold:
-    """The folds of one layer."""
-
     prefix: str
     infos: Mapping[str, TensorInfo]
     config: Mapping[str, Any]

@@ -254,10 +254,6 @@ class TuneOptions:
     every: int = 25
     seed: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options as JSON values."""
-        return asdict(self)
-
 
 DEFAULT_TUNING = TuneOptions()
 
@@ -287,7 +283,7 @@ class RoundingOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what determines the result, as JSON values."""
-        tuning = {"tuning": self.tuning.to_dict()} if self.method.trains else {}
+        tuning = {"tuning": asdict(self.tuning)} if self.method.trains else {}
         return {"method": self.method.name, "fold": self.fold, "kv_cache": self.kv_cache, **tuning}
 
 

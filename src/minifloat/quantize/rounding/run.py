@@ -104,7 +104,7 @@ def round_saved(
 ) -> Iterator[RoundedModel]:
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
     require_independent(options)
-    saved.check_model(checkpoint)
+    saved.model.require(checkpoint, f"Hessians in {saved.folder}")
     with layers_required(checkpoint, "quantize it without --stats"):
         model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
         loader = model.loader()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from minifloat.calibration.stats import ModelIdentity
-from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import (
     Array,
     ArrayContent,
@@ -84,7 +83,6 @@ class SavedLayer:
 
     @classmethod
     def of(cls, file: ArrayFile) -> SavedLayer:
-        """Return the layer in a file."""
         rows = file.record["stages"]
         if any(len(row["tokens"]) != len(row["slots"]) for row in rows):
             raise StatsError(file.path, "not valid: expected a number of tokens for each expert; calibrate again")
@@ -129,7 +127,6 @@ def fold_sample_name(stage: int, expert: int, held_out: bool) -> str:
 def layer_hessians(
     stages: Sequence[Stage], tokens: Sequence[Sequence[int]], tensors: Mapping[str, Tensor]
 ) -> ArrayContent:
-    """Return what is stored of a layer."""
     rows = [
         {"path": stage.path, "slots": stage.experts, "width": stage.width, "outer": stage.outer, "tokens": list(counts)}
         for stage, counts in zip(stages, tokens, strict=True)
@@ -168,7 +165,6 @@ class SavedHessians:
 
     @classmethod
     def load(cls, folder: Path) -> SavedHessians:
-        """Return the Hessians in a folder."""
         try:
             record = read_arrays(folder / _MANIFEST, _MANIFEST_FORMAT).record
         except FileNotFoundError:
@@ -190,18 +186,7 @@ class SavedHessians:
             (folder / _MANIFEST).unlink(missing_ok=True)
 
     def layer(self, index: int) -> SavedLayer:
-        """Return what is stored of a layer."""
         layer = read_saved_layer(layer_path(self.folder, index))
         if layer.file.digest != self.layers[index]:
             raise StatsError(layer.file.path, f"not the layer that {_MANIFEST} names; calibrate again")
         return layer
-
-    def check_model(self, checkpoint: Checkpoint) -> None:
-        """Raise an error unless these are the Hessians of the model in a checkpoint."""
-        differences = self.model.differences(ModelIdentity.of(checkpoint))
-        if differences:
-            raise StatsError(
-                checkpoint.path,
-                f"the Hessians in {self.folder} are of another model, it differs in {', '.join(differences)}; "
-                "calibrate this model, from this folder",
-            )

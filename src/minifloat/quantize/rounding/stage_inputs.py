@@ -26,8 +26,6 @@ from minifloat.quantize.rounding.statistics import Rows
 
 @dataclass(frozen=True)
 class StageInputs:
-    """The inputs of a stage for one sequence."""
-
     inputs: Tensor  # ``[R, K]``, one row per token
     experts: Tensor | None = None  # int64 ``[R]``, the expert of each row, rising; None: rows are tokens
     tokens: Tensor | None = None  # int64 ``[R]``, the token of each row; None: rows are tokens

@@ -37,7 +37,6 @@ class Rows:
         return Rows(self.inputs[rows], self.reference[rows], None if self.residual is None else self.residual[rows])
 
     def float(self) -> Rows:
-        """Return the rows as float32."""
         residual = None if self.residual is None else self.residual.float()
         return Rows(self.inputs.float(), self.reference.float(), residual)
 
@@ -183,7 +182,6 @@ def divide(
     samples: Sequence[Sample],
     first_held_out: int,
 ) -> None:
-    """Add the rows of each sequence, with the expert of each row, to the sums, or to the samples if it is held out."""
     for sequence, rows, experts in paired:
         if sequence < first_held_out:
             sums.add(rows, experts)

@@ -27,7 +27,7 @@ from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.roles import text_config
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.damage import KLMeans
+from minifloat.quantize.rounding.damage import KLMeans, token_kl
 from minifloat.quantize.rounding.layer import tensor_bytes
 from minifloat.quantize.rounding.methods import TuneOptions, error_of
 from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
@@ -107,8 +107,6 @@ class Best:
 
 @dataclass(frozen=True)
 class Training:
-    """The result of a training."""
-
     first: KLMeans
     best: Best
     history: list[tuple[int, float]]
@@ -116,8 +114,6 @@ class Training:
 
 
 class Trainer:
-    """One training of a student."""
-
     def __init__(
         self,
         student: Student,
@@ -190,9 +186,7 @@ class Trainer:
 
     def _divergences(self, ids: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return KL(original || student) of each token, float32 ``[B, T]``."""
-        original = self.student.original_logits(ids).float().log_softmax(-1)
-        student = self.student.logits(ids, parameters).float().log_softmax(-1)
-        return torch.nn.functional.kl_div(student, original, reduction="none", log_target=True).sum(-1)
+        return token_kl(self.student.original_logits(ids), self.student.logits(ids, parameters))
 
     def _passes(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield token ids ``[B, T]``: sequences of one length together, as far as their logits fit."""
@@ -271,7 +265,7 @@ def _record(training: Training, options: TuneOptions, changed: float, held_out: 
     if best.step:
         held_out = {**held_out, "method": best.divergence.mean, "method_error": best.divergence.error}
     tuning = {
-        **options.to_dict(),
+        **asdict(options),
         "before": first.mean,
         "after": best.divergence.mean,
         "best_step": best.step,
