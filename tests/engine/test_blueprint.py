@@ -19,8 +19,8 @@ from minifloat.engine.rotary import rotary_frequencies
 from minifloat.errors import CheckpointError, ConfigError, ShapeError, UnsupportedTensorError
 from minifloat.kernels.decoder_layout import ExpertsLayout, NotNative
 from minifloat.model.layouts import describe
-from minifloat.model.runtime.build import empty_model
 from minifloat.model.runtime.config import plain_config
+from minifloat.model.runtime.names import empty_model
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.quantize.job import quantize_checkpoint

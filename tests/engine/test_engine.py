@@ -21,9 +21,8 @@ from minifloat.engine.options import EngineOptions
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
-from minifloat.model.runtime.kv_scales import kv_scales
 from minifloat.model.runtime.load import LoadOptions, load
-from minifloat.model.runtime.tensors import StoredTensors
+from minifloat.model.runtime.tensors import StoredTensors, kv_scales
 from minifloat.numerics.granularity import TENSOR
 from minifloat.quantize.job import quantize_checkpoint
 

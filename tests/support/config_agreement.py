@@ -8,7 +8,7 @@ from typing import Any
 from minifloat.model.architecture.decoder import DecoderLayout, NotNative, decoder_layout
 from minifloat.model.architecture.decoder_config import DecoderConfig, read_config
 from minifloat.model.architecture.full_config import full_config, position_limit
-from minifloat.model.architecture.multimodal import text_of
+from minifloat.model.architecture.roles import text_of
 
 FOLDER = Path("/models/m")
 

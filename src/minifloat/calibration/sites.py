@@ -23,10 +23,9 @@ from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, Role
 from minifloat.model.architecture.roles import role_of
 from minifloat.model.layouts import Description, describe
-from minifloat.model.runtime.build import empty_model, replace_forward
 from minifloat.model.runtime.experts import batches_experts
 from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.names import Assignment, assign
+from minifloat.model.runtime.names import Assignment, assign, empty_model, replace_forward
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from minifloat.errors import ConfigError
 from minifloat.kernels.decoder_layout import AttentionLayout, DecoderLayout, ExpertsLayout, NotNative
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.model.architecture.decoder import NATIVE, decoder_layout, why_not_type
-from minifloat.model.architecture.multimodal import text_of
+from minifloat.model.architecture.roles import text_of
 from minifloat.model.runtime.tensors import ignorable_names
 from minifloat.model.runtime.weights import FusedParameter, ModelParameters
 

@@ -44,7 +44,7 @@ from minifloat.engine.speculation.opening import open_drafter
 from minifloat.engine.steps import Step, launch, launch_next
 from minifloat.engine.text import TextStream, TokenDecoder, TokenTexts
 from minifloat.errors import ContextLengthError, UsageError
-from minifloat.model.runtime.devices import current, device_named, returned_when_freed
+from minifloat.model.runtime.tensors import current, device_named, returned_when_freed
 from minifloat.model.runtime.tokenizer import end_tokens, serving_tokenizer
 
 if TYPE_CHECKING:

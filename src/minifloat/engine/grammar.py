@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minifloat.errors import KernelUnavailable, QueueFull, UsageError
-from minifloat.model.runtime.file_tokenizer import FileTokenizer
+from minifloat.model.runtime.tokenizer_files import FileTokenizer
 
 MAX_SCHEMA_BYTES = 64 << 10
 #: White space as `json.dumps` writes it: if any amount is allowed, a weak model may write nothing else.

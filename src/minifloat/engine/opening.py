@@ -35,16 +35,14 @@ from minifloat.kernels.decoder_layout import AttentionLayout
 from minifloat.kernels.paged import PagedCache
 from minifloat.model.architecture.decoder import NotNative, why_not_on_device
 from minifloat.model.architecture.decoder_config import read_config
-from minifloat.model.architecture.multimodal import TEXT_ONLY, has_towers
+from minifloat.model.architecture.roles import TEXT_ONLY, has_towers
 from minifloat.model.layouts import Description, describe
 from minifloat.model.layouts.inspection import inspect_opened
 from minifloat.model.runtime.config import read_generation
-from minifloat.model.runtime.devices import device_named
 from minifloat.model.runtime.inputs import W8A8, allows_int8
-from minifloat.model.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
-from minifloat.model.runtime.tensors import StoredTensors
+from minifloat.model.runtime.tensors import StoredTensors, device_named, kv_head_scales, kv_scales
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from minifloat.engine.sampling import TokenChoice, TokenLogprob
-from minifloat.model.runtime.file_tokenizer import FileTokenizer
 from minifloat.model.runtime.tokenizer import token_bytes
+from minifloat.model.runtime.tokenizer_files import FileTokenizer
 
 if TYPE_CHECKING:
     from minifloat.model.runtime.tokenizer import TextTokenizer

@@ -37,8 +37,7 @@ from minifloat.model.layouts.contradictions import refuse_contradictions
 from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_view
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
-from minifloat.model.plan.share import require_share
-from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.model.plan.tensor_plan import QuantizationPlan, require_share
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, get_scheme
 from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.provenance import describe_recipe

@@ -13,8 +13,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check.deployment import EngineVerdict
 from minifloat.errors import UsageError
 from minifloat.model.architecture.families import unknown_family_notes
-from minifloat.model.plan.share import QuantizedShare
-from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.model.plan.tensor_plan import QuantizationPlan, QuantizedShare
 from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.quantize.options import DEFAULT_OPTIONS, QuantizeOptions
 from minifloat.quantize.planner import planned_source

@@ -22,8 +22,7 @@ from minifloat.model.architecture.families import family_of
 from minifloat.model.layouts import StoredWeight
 from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_dtype
 from minifloat.model.layouts.inspection import format_name
-from minifloat.model.layouts.reading import read_codes, read_global_scale, read_scales
-from minifloat.model.layouts.values import Bytes, value_table
+from minifloat.model.layouts.reading import Bytes, read_codes, read_global_scale, read_scales, value_table
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan, module_name
 from minifloat.model.runtime.engine_names import stored_fused_as
 from minifloat.numerics.cast_stats import CastStats

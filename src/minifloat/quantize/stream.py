@@ -22,8 +22,7 @@ from minifloat.kernels.quantize import quantize_rows, why_not
 from minifloat.model.architecture.roles import is_dense_float
 from minifloat.model.layouts import StoredWeight
 from minifloat.model.layouts.decoded import DecodedCheckpoint
-from minifloat.model.layouts.reading import read_rows
-from minifloat.model.layouts.values import narrow
+from minifloat.model.layouts.reading import narrow, read_rows
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor

@@ -41,8 +41,7 @@ from minifloat.model.architecture.families import family_of, unknown_family_note
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.layouts.decoded import DecodedCheckpoint, quantized_model_config
 from minifloat.model.plan.quantization import kept_experts
-from minifloat.model.plan.share import QuantizedShare
-from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
+from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, QuantizedShare, TensorPlan
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import without_static_scales
 from minifloat.quantize.document import BUDGET_CHART, model_card

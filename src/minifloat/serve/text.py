@@ -87,7 +87,7 @@ def open_text_model(
     """Return an engine on the native decoder, or transformers' model where the decoder would compute something else."""
     options = options or EngineOptions()
     from minifloat.model.layouts import describe
-    from minifloat.model.runtime.devices import device_named
+    from minifloat.model.runtime.tensors import device_named
 
     place = device_named(options.device)
     with Checkpoint.open(folder) as checkpoint:

@@ -9,7 +9,7 @@ from native_cases import CASES, config_of, greedy, model_of, write
 
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.model.architecture.decoder import decoder_layout, why_not_on_device
-from minifloat.model.architecture.multimodal import text_of
+from minifloat.model.architecture.roles import text_of
 
 #: Cases that have no part which it lacks.
 RUN = [

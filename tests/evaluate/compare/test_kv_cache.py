@@ -25,9 +25,8 @@ from minifloat.evaluate.compare.transformers_model import kv_cache_factory, roun
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache, StepBatch, step
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
-from minifloat.model.runtime.kv_scales import KVScales, kv_scales
 from minifloat.model.runtime.load import LoadOptions, load
-from minifloat.model.runtime.tensors import StoredTensors
+from minifloat.model.runtime.tensors import KVScales, StoredTensors, kv_scales
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.formats import E4M3
 

@@ -23,8 +23,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from minifloat.model.architecture import decoder_config
 from minifloat.model.architecture.decoder_config import DecoderConfig, read_config
 from minifloat.model.architecture.families import NATIVE, OUTER
-from minifloat.model.architecture.multimodal import text_of
 from minifloat.model.architecture.published_config import PUBLISHED, READ, TIED, is_unread
+from minifloat.model.architecture.roles import text_of
 
 SUPPORT = Path(__file__).parents[2] / "support"
 #: Names that the patterns below find in code and that no config.json states, or that are read for other things than
@@ -85,7 +85,7 @@ def test_all_are_read_without_transformers() -> None:
         "from pathlib import Path\nfrom hub_configs import HUB_CONFIGS\n"
         "from minifloat.model.architecture.decoder import decoder_layout\n"
         "from minifloat.model.architecture.decoder_config import read_config\n"
-        "from minifloat.model.architecture.multimodal import text_of\n"
+        "from minifloat.model.architecture.roles import text_of\n"
         "for values in HUB_CONFIGS.values(): decoder_layout(text_of(read_config(values, Path('m'))).config)\n"
         "print(len(HUB_CONFIGS), 'transformers' in sys.modules)"
     )

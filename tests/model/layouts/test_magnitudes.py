@@ -12,7 +12,7 @@ from pages import captions, loads_nothing, rows, sections
 from minifloat import Checkpoint, quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.model.layouts import describe
-from minifloat.model.layouts.magnitudes import sample_magnitudes
+from minifloat.model.layouts.document import sample_magnitudes
 from minifloat.model.layouts.reading import read_weight
 from minifloat.numerics.histogram import count_magnitudes
 

@@ -16,8 +16,7 @@ from minifloat.model.architecture.roles import is_mtp
 from minifloat.model.layouts import get_writer
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import UNKNOWN_EXPERTS, make_plan
-from minifloat.model.plan.share import QuantizedShare, require_share
-from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.model.plan.tensor_plan import QuantizationPlan, QuantizedShare, require_share
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions

@@ -13,10 +13,15 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minifloat.errors import ChatTemplateError, CheckpointError
-from minifloat.model.runtime.file_tokenizer import FileTokenizer
 from minifloat.model.runtime.templates import apply_chat_template, chat_tokens
 from minifloat.model.runtime.tokenizer import load_tokenizer, serving_tokenizer
-from minifloat.model.runtime.tokenizer_files import _REGISTERED, _UNREGISTERED, _USUALLY_GENERIC, read_file_tokenizer
+from minifloat.model.runtime.tokenizer_files import (
+    _REGISTERED,
+    _UNREGISTERED,
+    _USUALLY_GENERIC,
+    FileTokenizer,
+    read_file_tokenizer,
+)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "storybook-4m"
 WORDS = "Once upon a time there was a little girl. It's 12345 o'clock, isn't it? Größe über 日本語 café!\n\n  def f(x):"

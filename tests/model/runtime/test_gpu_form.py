@@ -14,8 +14,7 @@ from minifloat.errors import KernelUnavailable
 from minifloat.kernels.linear.triton import GpuWeight, why_unavailable
 from minifloat.kernels.linear.triton.layout import Order
 from minifloat.kernels.linear.triton.weight import arrange
-from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.packing import Packing
+from minifloat.model.runtime.linear import Packing, QuantizedLinear
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 

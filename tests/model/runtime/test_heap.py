@@ -13,7 +13,7 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the 
 #: Frees one piece, which teaches glibc to keep such pieces; then many, with something small above each.
 PROGRAM = """
 import contextlib, psutil, sys, torch
-from minifloat.model.runtime.devices import returned_when_freed
+from minifloat.model.runtime.tensors import returned_when_freed
 def rss():
     return psutil.Process().memory_info().rss
 del_me = torch.ones(5 << 20); del del_me

@@ -16,6 +16,7 @@ from minifloat.calibration.options import TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.model.layouts import describe
+from minifloat.model.runtime.linear import Packing
 from minifloat.model.runtime.lm_head import (
     FP8,
     LoadedLmHead,
@@ -25,7 +26,6 @@ from minifloat.model.runtime.lm_head import (
     replace_lm_head,
 )
 from minifloat.model.runtime.load import LoadOptions, load
-from minifloat.model.runtime.packing import Packing
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint

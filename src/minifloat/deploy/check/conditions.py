@@ -421,7 +421,7 @@ def not_native(case: Case) -> Iterator[str]:
 
 def only_text(case: Case) -> Iterator[str]:
     """Models with a text model that the decoders run, beside parts that they do not."""
-    from minifloat.model.architecture.multimodal import has_towers
+    from minifloat.model.architecture.roles import has_towers
 
     outer = case.subject.outer_type
     if has_towers(outer) and not _why_not_native(case):
@@ -432,7 +432,7 @@ def _why_not_native(case: Case) -> str:
     """Return why the target's decoder does not run the text model, as far as its config tells; empty if it does."""
     from minifloat.model.architecture.decoder import NotNative, decoder_layout, why_not_on_device, why_not_type
     from minifloat.model.architecture.decoder.parts import why_not_rope
-    from minifloat.model.architecture.multimodal import text_type
+    from minifloat.model.architecture.roles import text_type
 
     subject = case.subject
     outer = subject.outer_type or subject.model_type

@@ -32,7 +32,7 @@ from minifloat.deploy.check.target import (
     WITHOUT_FP8,
 )
 from minifloat.deploy.check.vllm_plugin import NAME as PLUGIN
-from minifloat.model.architecture.multimodal import TEXT_ONLY
+from minifloat.model.architecture.roles import TEXT_ONLY
 from minifloat.model.layouts import compressed_tensors, fp8, modelopt
 from minifloat.numerics.formats import E2M1, E4M3
 
@@ -490,7 +490,7 @@ RULES: tuple[LoadingRule, ...] = (
     rule("minifloat-nvidia-only", MINIFLOAT, AMD, REFUSED, when.anything).because(
         "minifloat serves on CPUs and on NVIDIA GPUs",
         cure="use --engine vllm or sglang on AMD GPUs",
-        source="runtime/devices.py: device_named",
+        source="runtime/tensors.py: device_named",
     ),
     rule("minifloat-gpu-unmeasured", MINIFLOAT, NVIDIA, DEGRADED, when.anything).because(
         "built for GPUs from Ampere on; run on an H100 alone, and not since its last changes (docs/gpu.md)",
@@ -514,7 +514,7 @@ RULES: tuple[LoadingRule, ...] = (
     ),
     rule("minifloat-text-only", MINIFLOAT, (*CPUS, *NVIDIA), LOADS, when.only_text).because(
         TEXT_ONLY,
-        source="architecture/multimodal.py",
+        source="architecture/roles.py",
         seen="minifloat.Engine",
     ),
     rule("minifloat-kv-scales-missing", MINIFLOAT, (*CPUS, *NVIDIA), LOADS, when.kv_without_scales).because(

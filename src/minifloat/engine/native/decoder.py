@@ -46,8 +46,8 @@ from minifloat.kernels.decoder_layout import (
     RouterLayout,
 )
 from minifloat.kernels.moe import PackedExperts
-from minifloat.model.runtime.kv_scales import KVScales
-from minifloat.model.runtime.packing import Packing
+from minifloat.model.runtime.linear import Packing
+from minifloat.model.runtime.tensors import KVScales
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.scheme import WeightSpec
 

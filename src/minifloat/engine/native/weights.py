@@ -20,9 +20,8 @@ from minifloat.kernels.decoder import Norm
 from minifloat.kernels.decoder_layout import LatentLayout, LinearLayout, NormLayout, NotNative
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
-from minifloat.model.runtime.linear import QuantizedWeight
+from minifloat.model.runtime.linear import Packing, QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
-from minifloat.model.runtime.packing import Packing
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor

@@ -170,7 +170,7 @@ def _gpu(name: str) -> torch.device | None:
     """Return the GPU of that name; None for the CPU, for which torch is not imported."""
     if name == "cpu":
         return None
-    from minifloat.model.runtime.devices import device_named
+    from minifloat.model.runtime.tensors import device_named
 
     return device_named(name)
 

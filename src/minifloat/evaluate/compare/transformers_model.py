@@ -36,10 +36,10 @@ from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.experts import QuantizedExperts
 from minifloat.model.runtime.inputs import INT8_INPUTS
-from minifloat.model.runtime.kv_scales import KVScales, kv_scales
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import LoadedLmHead, lm_head_of
 from minifloat.model.runtime.load import LoadOptions, load_opened
+from minifloat.model.runtime.tensors import KVScales, kv_scales
 from minifloat.model.runtime.tokenizer import end_tokens
 from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype

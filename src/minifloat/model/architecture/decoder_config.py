@@ -19,8 +19,8 @@ from typing import Any
 
 from minifloat.model.architecture.families import NATIVE
 from minifloat.model.architecture.family import NativeType, ShortConfig
-from minifloat.model.architecture.multimodal import has_towers
 from minifloat.model.architecture.published_config import PUBLISHED, TIED, is_unread, stated_form
+from minifloat.model.architecture.roles import has_towers
 
 _LOG = logging.getLogger(__name__)
 #: Fields of config.json that no decoder reads and that change no other field.

@@ -1,16 +1,16 @@
-"""What a tensor is, by its name and shape: its role, the linears that servers fuse with it, its layer.
+"""What a tensor is, by its name and shape: its role, the linears that servers fuse with it, its layer, its text model.
 
-The rule is conservative: by default only matrices named ``.weight`` in a numbered decoder layer, and fused experts, are
-quantized.
+By default only matrices named ``.weight`` in a numbered decoder layer, and fused experts, are quantized.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from minifloat.checkpoint import TensorInfo
+from minifloat.model.architecture.families import OUTER
 from minifloat.model.architecture.family import GENERAL, Family, Role
 
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?|decoder_layers)\.\d+\.")
@@ -136,3 +136,41 @@ def expert_group(module: str) -> str | None:
 def serving_group(module: str, family: Family = GENERAL) -> str:
     """Return the name of the group of modules that servers run as one and that must share a scheme."""
     return expert_group(module) or fused_group(module, family)
+
+
+class TextModel(NamedTuple):
+    """The text model of a config."""
+
+    config: Any
+    architecture: str = ""
+    renamings: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+#: What the log and `check` say of them.
+TEXT_ONLY = "text part native; images are not served"
+_RENAMINGS = (
+    (r"^(?:model\.)?language_model\.lm_head\.", "lm_head."),
+    (r"^(?:model\.)?language_model\.(?:model\.)?", "model."),
+)
+_UNUSED = (
+    r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline|audio_tower"
+    r"|embed_vision|embed_audio)(\.|$)",
+)
+
+
+def text_of(config: Any) -> TextModel:
+    around = OUTER.get(config.model_type)
+    if around is None:
+        return TextModel(config)
+    return TextModel(config.text_config, around.architecture, _RENAMINGS, _UNUSED)
+
+
+def text_type(model_type: str, stated: str = "") -> str:
+    around = OUTER.get(model_type)
+    return model_type if around is None else stated or around.text
+
+
+def has_towers(model_type: str) -> bool:
+    """Return whether a model has a text model that the decoders run beside what they do not."""
+    return model_type in OUTER

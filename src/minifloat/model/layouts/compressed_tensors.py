@@ -1,18 +1,24 @@
 """The compressed-tensors layout, which vLLM, SGLang and transformers read; packs of integers are read only.
 
-Source: compressed-tensors 0.20, `QuantizationConfig`; checkpoints of llm-compressor 0.14.
+In a pack (also of Kimi K2) ``weight_packed`` is int32 ``[N, ceil(K * bits / 32)]``, the first element of a row in the
+lowest bits; ``weight_zero_point`` is packed alike along the rows: int32 ``[ceil(N * bits / 32), K / group]``.
+
+Source: compressed-tensors 0.20, `QuantizationConfig` and `compressors/pack_quantized`; llm-compressor 0.14.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.checkpoint import Checkpoint, OutputTensor
-from minifloat.errors import ConfigError, UsageError
-from minifloat.model.layouts import int_pack
+import numpy as np
+
+from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.checkpoint.tensors import DTYPES
+from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError, UsageError
 from minifloat.model.layouts.stored import (
     Description,
     StoredWeight,
@@ -29,6 +35,88 @@ from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, INT4, INT8, El
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
+CODES_DTYPE = "I32"
+_PLAIN_DTYPE = "I8"  # of zero points that are not packed: those of one scale per tensor
+_AGAIN = "the checkpoint is damaged, download it again"
+
+
+def pack_shape(
+    checkpoint: Checkpoint, module: str, codes: TensorInfo, element: ElementFormat, granularity: Granularity
+) -> tuple[int, int]:
+    """Return ``(N, K)`` of a pack, from its ``weight_shape``; where that cannot be read, from its scales or width."""
+    if len(codes.shape) != 2:
+        raise ShapeError(codes.name, f"expected a matrix of packed codes, found shape {list(codes.shape)}")
+    order = f"{module}.weight_g_idx"
+    if order in checkpoint.tensors:
+        raise UnsupportedTensorError(
+            order,
+            'groups of columns in the order of activations (actorder "group") are not read; use a checkpoint with '
+            'actorder "weight" or none',
+        )
+    per_word = DTYPES[CODES_DTYPE] // element.bits
+    rows, words = codes.shape
+    declared = _declared_shape(checkpoint, module)
+    if declared is None:
+        grid = checkpoint.tensors[f"{module}.weight_scale"].shape
+        grouped = granularity.rows == 1 and granularity.cols is not None and len(grid) == 2
+        declared = (rows, grid[1] * (granularity.cols or 1) if grouped else words * per_word)
+    if declared[0] != rows or -(-declared[1] // per_word) != words:
+        raise ShapeError(
+            codes.name,
+            f"a pack of {element.name} holds {per_word} columns in each int32, so a {declared[0]}x{declared[1]} weight "
+            f"has the shape [{declared[0]}, {-(-declared[1] // per_word)}]; found {list(codes.shape)}: {_AGAIN}",
+        )
+    if declared[1] * element.bits % 8:
+        raise ShapeError(
+            codes.name,
+            f"an {element.name} weight has an even number of columns, because two share a byte; found {declared[1]}: "
+            "quantize the original model instead",
+        )
+    return declared
+
+
+def zero_point_name(
+    checkpoint: Checkpoint, module: str, element: ElementFormat, granularity: Granularity, symmetric: bool
+) -> str | None:
+    name = f"{module}.weight_zero_point"
+    info = checkpoint.tensors.get(name)
+    if symmetric == (info is not None):
+        found = f"{name} is stored" if info is not None else f"there is no {name}"
+        raise ConfigError(
+            checkpoint.path / "config.json",
+            f"the config group of {module} declares {'symmetric' if symmetric else 'asymmetric'} weights, yet {found}: "
+            f"{_AGAIN}",
+        )
+    if info is None:
+        return None
+    grid = checkpoint.tensors[f"{module}.weight_scale"].shape
+    expected: tuple[int, ...] = tuple(grid)
+    if info.dtype == CODES_DTYPE and granularity != TENSOR and grid:
+        per_word = DTYPES[CODES_DTYPE] // element.bits
+        expected = (-(-grid[0] // per_word), *grid[1:])
+    elif info.dtype != _PLAIN_DTYPE:
+        raise UnsupportedTensorError(
+            name, f"zero points are stored as {CODES_DTYPE} or {_PLAIN_DTYPE}; found {info.dtype}"
+        )
+    if math.prod(info.shape) != math.prod(expected):
+        raise ShapeError(
+            name, f"expected the shape {list(expected)} beside scales {list(grid)}, found {list(info.shape)}: {_AGAIN}"
+        )
+    return name
+
+
+def _declared_shape(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
+    """Return what ``weight_shape`` says; None if there is none, or only headers are known."""
+    info = checkpoint.tensors.get(f"{module}.weight_shape")
+    if info is None or not checkpoint.readable:
+        return None
+    dtype = {"I32": np.int32, "I64": np.int64}.get(info.dtype)
+    if dtype is None or math.prod(info.shape) != 2:
+        raise ShapeError(info.name, f"expected two integers, N and K, found {info.dtype} {list(info.shape)}: {_AGAIN}")
+    rows, cols = checkpoint.read(info.name).view(dtype)
+    return int(rows), int(cols)
+
+
 NAME = "compressed-tensors"
 #: Version of compressed-tensors whose `model_dump` defines the written config.
 SPEC_VERSION = "0.20.0"
@@ -39,8 +127,8 @@ _ELEMENTS = {("float", 4): E2M1, ("float", 8): E4M3, ("int", 4): INT4, ("int", 8
 _CODE_DTYPES = {
     E2M1: ("U8", "I8", "F4"),
     E4M3: ("F8_E4M3",),
-    INT4: (int_pack.CODES_DTYPE,),
-    INT8: (int_pack.CODES_DTYPE,),
+    INT4: (CODES_DTYPE,),
+    INT8: (CODES_DTYPE,),
 }
 _SCALE_FORMATS: dict[Any, ElementFormat] = {"torch.uint8": E8M0, "torch.float8_e4m3fn": E4M3}
 _HEAD = "lm_head"
@@ -192,9 +280,9 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             )
         zero_point = None
         if isinstance(element, IntegerFormat):
-            shape = int_pack.pack_shape(checkpoint, module, codes, element, granularity)
+            shape = pack_shape(checkpoint, module, codes, element, granularity)
             symmetric = bool(args.get("symmetric", True))
-            zero_point = int_pack.zero_point_name(checkpoint, module, element, granularity, symmetric)
+            zero_point = zero_point_name(checkpoint, module, element, granularity, symmetric)
         else:
             shape = weight_shape(codes, element)
         spec = stored_spec(shape, scale, element, granularity)

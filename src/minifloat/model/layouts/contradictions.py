@@ -1,6 +1,8 @@
-"""`refuse_contradictions`: an error for a config.json whose sizes contradict the tensors beside it.
+"""Refusal of checkpoints that contradict themselves, or that conversion could not carry over.
 
-A wrong number of layers would be quantized in silence, and a million of them built before the first is missed.
+`refuse_contradictions`: a wrong number of layers would be quantized in silence, and a million of them built before the
+first is missed. `refuse_unknown_quantization`: without rotations, smoothing or other parts that no layout here holds, a
+converted model would compute something else.
 """
 
 from __future__ import annotations
@@ -11,10 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint import CONFIG_FILE, TensorInfo
-from minifloat.errors import ConfigError
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo
+from minifloat.errors import ConfigError, ConversionError
 from minifloat.model.architecture.families import family_of
-from minifloat.model.architecture.roles import EXPERTS, decoder_layer, is_own_part, mtp_layers, text_config
+from minifloat.model.architecture.roles import (
+    EXPERTS,
+    decoder_layer,
+    is_dense_float,
+    is_own_part,
+    mtp_layers,
+    text_config,
+)
+from minifloat.model.layouts import modelopt
+from minifloat.model.layouts.stored import Description
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import TENSOR
 
 _EXPERT = re.compile(r"^(?P<block>.*\.experts)\.(?P<index>\d+)\.")
 _NORM = re.compile(r"^((model|language_model)\.)*layers\.\d+\.input_layernorm\.weight$")
@@ -102,3 +115,62 @@ def _check_experts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo],
                 f"{field} is {count}, and {block} has {experts} experts: the config is of another model than the "
                 "weights; take both from one place",
             )
+
+
+#: Algorithms of ModelOpt that our reader knows; FP8_BLOCK_SCALES is an early name of FP8_PB_WO.
+_KNOWN_ALGORITHMS = frozenset({*modelopt.ALGORITHMS, "FP8_BLOCK_SCALES", ""})
+#: Tensors that a quantized linear may have beside codes and scales.
+_PARAMETERS = frozenset({"weight", "bias"})
+
+
+def refuse_unknown_quantization(checkpoint: Checkpoint, description: Description) -> None:
+    """Raise an error if the quantization has parts that `description` does not hold."""
+    config = checkpoint.quantization_config or {}
+    _refuse_config(config)
+    if description.layout == modelopt.NAME:
+        _refuse_algorithms(config.get("quantization", config), description)
+    _refuse_companions(checkpoint, description)
+
+
+def refuse_kv(description: Description) -> None:
+    """Refuse a quantized KV cache unless it is FP8 with a scale per tensor, the only kind that two layouts declare."""
+    kv = description.kv
+    if kv is not None and (kv.element, kv.granularity) != (E4M3, TENSOR):
+        raise ConversionError(
+            f"the KV cache is declared {kv.element.name} per {kv.granularity}, and only {E4M3.name} per {TENSOR} "
+            "can be carried over; use --dequantize"
+        )
+
+
+def _refuse_config(config: Mapping[str, Any]) -> None:
+    for key in ("transform_config", "sparsity_config"):
+        if config.get(key):
+            raise ConversionError(f"quantization_config has a {key}, which no layout here can hold: not converted")
+    groups = config.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and group.get("output_activations"):
+            raise ConversionError(f"quantization_config: {name} quantizes output_activations: not converted")
+
+
+def _refuse_algorithms(quantization: Mapping[str, Any], description: Description) -> None:
+    for module in description.weights:
+        algorithm = modelopt.algorithm_of(quantization, module)
+        if algorithm not in _KNOWN_ALGORITHMS | {modelopt.MIXED}:
+            known = ", ".join(modelopt.ALGORITHMS)
+            raise ConversionError(f"{module}: quant_algo {algorithm} is not one of {known}: not converted")
+
+
+def _refuse_companions(checkpoint: Checkpoint, description: Description) -> None:
+    """Refuse unknown tensors of quantized linears, and codes that belong to no known weight."""
+    known = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
+    for name, info in checkpoint.tensors.items():
+        if name in known:
+            continue
+        module, _, leaf = name.rpartition(".")
+        if module in description.weights and leaf not in _PARAMETERS:
+            raise ConversionError(
+                f"{name}: a tensor of a quantized linear that no layout here can hold; without it the model would "
+                "compute something else"
+            )
+        if leaf in ("weight", "weight_packed") and len(info.shape) > 1 and not is_dense_float(info):
+            raise ConversionError(f"{name}: {info.dtype} codes that belong to no weight of layout {description.layout}")

@@ -17,10 +17,9 @@ from minifloat.checkpoint.files import byte_view
 from minifloat.errors import UsageError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.layouts import describe, fp8
-from minifloat.model.layouts.reading import read_rows, stored_ranges
-from minifloat.model.layouts.refusal import refuse_unknown_quantization
+from minifloat.model.layouts.contradictions import refuse_unknown_quantization
+from minifloat.model.layouts.reading import Bytes, Floats, read_rows, stored_ranges
 from minifloat.model.layouts.stored import Description, StoredWeight
-from minifloat.model.layouts.values import Bytes, Floats
 from minifloat.model.layouts.writing import WriteLayout
 
 _DTYPE = "F32"

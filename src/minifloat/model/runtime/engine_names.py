@@ -43,8 +43,7 @@ def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
 def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
     import torch
 
-    from minifloat.model.runtime.build import empty_model
-    from minifloat.model.runtime.names import assign
+    from minifloat.model.runtime.names import assign, empty_model
 
     try:
         model = empty_model(checkpoint, torch.bfloat16)
@@ -73,8 +72,7 @@ def stored_fused_as(checkpoint: Checkpoint, family: Family, places: Iterable[Sin
         return first.fused.transposed
     import torch
 
-    from minifloat.model.runtime.build import empty_model
-    from minifloat.model.runtime.names import ExpertStack, assign
+    from minifloat.model.runtime.names import ExpertStack, assign, empty_model
 
     try:
         model = empty_model(checkpoint, torch.bfloat16)

@@ -23,8 +23,7 @@ from minifloat.kernels.quantize import QuantizedRows, quantize_rows
 from minifloat.model.layouts import Description
 from minifloat.model.layouts.compressed_tensors import NAME as COMPRESSED_TENSORS
 from minifloat.model.layouts.inspection import format_name
-from minifloat.model.runtime.linear import QuantizedLinear
-from minifloat.model.runtime.packing import Packing
+from minifloat.model.runtime.linear import Packing, QuantizedLinear
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import CHANNEL
 from minifloat.numerics.scheme import WeightSpec

@@ -23,14 +23,12 @@ from minifloat.checkpoint.hub import model_folder
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear import scaled_mm
 from minifloat.model.layouts import Description, StoredWeight, describe
-from minifloat.model.runtime.build import empty_model
 from minifloat.model.runtime.config import read_generation_config
 from minifloat.model.runtime.experts import QuantizedExperts, indexes_experts, multiplies_experts
 from minifloat.model.runtime.inputs import InputQuantization, allows_int8
-from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
+from minifloat.model.runtime.linear import NOT_MULTIPLIED, Packing, QuantizedLinear, QuantizedWeight
 from minifloat.model.runtime.lm_head import lm_head_spec, replace_lm_head
-from minifloat.model.runtime.names import Assignment, assign, keeps_float32
-from minifloat.model.runtime.packing import NOT_MULTIPLIED, Packing
+from minifloat.model.runtime.names import Assignment, assign, empty_model, keeps_float32
 from minifloat.model.runtime.tensors import StoredTensors, check_shape, ignorable_names, listing, warn_of_dequantized
 from minifloat.numerics.tensor import QuantizedTensor
 

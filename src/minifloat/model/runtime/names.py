@@ -1,6 +1,7 @@
-"""Maps the names in a checkpoint to the parameters of a transformers model, by the tables of transformers >= 5.
+"""The empty transformers model of a checkpoint, and the parameter that each name in the checkpoint becomes.
 
-Only this module calls its functions for that, which are not stable, as transformers 5.10 to 5.23 do.
+The names follow the tables of transformers >= 5. Only this module calls its functions for that, which are not stable,
+as transformers 5.10 to 5.23 do. Parameters lie on the meta device, and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -24,8 +27,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint
+from minifloat.errors import ConfigError
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, FusedTensor, SingleExpert
+from minifloat.model.runtime.config import plain_config
 
 _STACK: list[tuple[type, int | None]] = [(MergeModulelist, 0)]
 _STACK_AND_JOIN = [*_STACK, (Concatenate, 1)]
@@ -167,3 +173,41 @@ def keeps_float32(model: PreTrainedModel, dtype: Any) -> re.Pattern[str] | None:
     """Return the pattern of the parameters that stay float32 although the model has `dtype`; None if there are none."""
     plan = model._get_dtype_plan(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in plan)) if plan else None
+
+
+def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a checkpoint with its parameters on the meta device."""
+    config = plain_config(checkpoint)
+    try:
+        with init_empty_weights(include_buffers=False):
+            cls = _named_class(checkpoint, config)
+            build: Any = AutoModelForCausalLM.from_config if cls is None else cls._from_config
+            model: PreTrainedModel = build(config, dtype=dtype)
+            return model
+    except Exception as error:  # whatever a model's constructor makes of numbers that do not fit
+        raise ConfigError(
+            checkpoint.path / CONFIG_FILE, f"transformers {transformers.__version__} cannot build this model: {error}"
+        ) from error
+
+
+def _named_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the first class under ``architectures`` that transformers has for this config and that generates text."""
+    for name in checkpoint.config.get("architectures") or ():
+        cls = getattr(transformers, str(name), None)
+        if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
+            continue
+        if cls.config_class is type(config) and cls.can_generate():
+            return cls
+    return None
+
+
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    former = module.__dict__.get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+        if former is not None:
+            module.forward = former
+
+    return undo

@@ -1,13 +1,16 @@
-"""The tensors of a checkpoint by the names of a plain one: a quantized weight is ``<module>.weight``."""
+"""The tensors of a checkpoint by the names of a plain one, its KV scales, and the device and memory that they go to."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +18,12 @@ import torch
 from torch import Tensor
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import CheckpointError, ShapeError, UnsupportedTensorError
+from minifloat.errors import CheckpointError, KernelUnavailable, ShapeError, UnsupportedTensorError, UsageError
 from minifloat.model.layouts import Description, StoredWeight, read_weight
+from minifloat.model.layouts.stored import kv_scale_of
 from minifloat.model.runtime.config import config_dtype
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.numerics.tensor import QuantizedTensor
 
 #: Number of weights that are read ahead.
@@ -183,3 +189,121 @@ def listing(names: Sequence[str], shown: int = 4) -> str:
     """Return the first names and how many more there are, for messages."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+#: Compute capability of Ampere, the first with BF16 arithmetic.
+_OLDEST = (8, 0)
+
+
+def device_named(name: str) -> torch.device:
+    """Return the device of a name: "cpu", "cuda" (the current GPU) or "cuda:N"."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise KernelUnavailable(f"device {name}: torch {torch.__version__} sees no NVIDIA GPU here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise KernelUnavailable(f"device {name}: torch sees {torch.cuda.device_count()} GPUs")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _OLDEST:
+        found = ".".join(map(str, capability))
+        raise KernelUnavailable(f"device {name}: compute capability {found}; the kernels need 8.0 (Ampere) or newer")
+    return torch.device("cuda", index)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one of this thread, on which kernels are launched; each thread begins with the first."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+#: Source: malloc.h of glibc; its own adjustment of the thresholds ends at DEFAULT_MMAP_THRESHOLD_MAX and twice that.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST = 32 << 20
+#: Pieces of this many bytes and more are mapped one by one while a model is loaded.
+_PIECE = 256 << 10
+
+
+@contextlib.contextmanager
+def returned_when_freed() -> Iterator[None]:
+    """Within the context, return large pieces to the system when they are freed; afterwards glibc reuses them again.
+
+    glibc keeps freed pieces of up to 32 MiB in heaps: a BF16 model of 2.2 GB, read weight by weight, held 4.2 GB.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+        yield
+        return
+    library.mallopt(_MMAP_THRESHOLD, _PIECE)
+    try:
+        yield
+    finally:
+        library.mallopt(_MMAP_THRESHOLD, _LARGEST)
+        library.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)
+        library.malloc_trim(0)
+
+
+#: (k_scale, v_scale) by the name of the attention module in the checkpoint; they multiply to dequantize.
+KVScales = Mapping[str, tuple[float, float]]
+Scales = tuple[float, ...]
+#: The same, one scale for each key-value head.
+KVHeadScales = Mapping[str, tuple[Scales, Scales]]
+
+
+def kv_scales(checkpoint: Checkpoint, description: Description) -> KVScales | None:
+    """Return the scales of a checkpoint's FP8 KV cache, one for each layer's keys and one for its values."""
+    found = _read_scales(checkpoint, description, (TENSOR,), 1)
+    return None if found is None else {name: (k[0], v[0]) for name, (k, v) in found.items()}
+
+
+def kv_head_scales(checkpoint: Checkpoint, description: Description, kv_heads: int) -> KVHeadScales | None:
+    """Return the scales of a checkpoint's FP8 KV cache for each key-value head."""
+    found = _read_scales(checkpoint, description, (TENSOR, CHANNEL), kv_heads)
+    if found is None:
+        return None
+    pairs = {name: tuple(x * kv_heads if len(x) == 1 else x for x in pair) for name, pair in found.items()}
+    return {name: (k, v) for name, (k, v) in pairs.items()}
+
+
+def _read_scales(
+    checkpoint: Checkpoint, description: Description, granularities: Collection[Granularity], most: int
+) -> KVHeadScales | None:
+    declared = description.kv
+    if declared is not None and (declared.element is not E4M3 or declared.granularity not in granularities):
+        _LOG.warning(
+            "%s declares a KV cache in %s per %s, which is not simulated; only E4M3 per %s is",
+            checkpoint.path,
+            declared.element.name,
+            declared.granularity,
+            " or ".join(map(str, granularities)),
+        )
+        return None
+    scales: dict[str, dict[str, Scales]] = {}
+    for name in checkpoint.tensors:
+        scale_of = kv_scale_of(name)
+        if scale_of is not None:
+            attention, projection = scale_of
+            scales.setdefault(attention, {})[projection] = _scale(checkpoint, name, most)
+    if declared is None and not scales:
+        return None
+    return {name: (pair.get("k") or pair["v"], pair.get("v") or pair["k"]) for name, pair in scales.items()}
+
+
+def _scale(checkpoint: Checkpoint, name: str, most: int) -> Scales:
+    info = checkpoint.tensors[name]
+    if math.prod(info.shape) not in (1, most) or info.dtype not in TORCH_DTYPES:
+        expected = "one scale of the KV cache" + (f", or {most}" if most > 1 else "")
+        raise UnsupportedTensorError(
+            name, f"expected {expected}, found {info.dtype} {list(info.shape)}; others are not simulated"
+        )
+    tensor = torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype])
+    values = tuple(map(float, tensor.flatten().tolist()))
+    bad = [value for value in values if not 0 < value < math.inf]
+    if bad:
+        raise CheckpointError(checkpoint.path, f"{name}: a scale is a positive number, found {bad[0]}")
+    return values

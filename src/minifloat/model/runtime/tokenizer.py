@@ -17,7 +17,7 @@ from minifloat.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from minifloat.model.runtime.file_tokenizer import FileTokenizer
+    from minifloat.model.runtime.tokenizer_files import FileTokenizer
 
     TextTokenizer: TypeAlias = FileTokenizer | PreTrainedTokenizerBase
 

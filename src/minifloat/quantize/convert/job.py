@@ -38,7 +38,7 @@ from minifloat.deploy.check.deployment import Reports, engine_verdicts
 from minifloat.deploy.check.document import MODEL
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
-from minifloat.model.layouts.values import widen
+from minifloat.model.layouts.reading import widen
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
 from minifloat.quantize.convert.plan import (

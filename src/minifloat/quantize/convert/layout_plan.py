@@ -15,11 +15,11 @@ from minifloat.errors import ConversionError, NonFiniteError, ShapeError, UsageE
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
+from minifloat.model.layouts.contradictions import refuse_kv
 from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.inspection import format_name
-from minifloat.model.layouts.refusal import refuse_kv
+from minifloat.model.layouts.reading import widen
 from minifloat.model.layouts.stored import SCALE_FORMATS, kv_scale_of
-from minifloat.model.layouts.values import widen
 from minifloat.model.plan.quantization import kept_linears
 from minifloat.model.runtime.engine_names import engine_names
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32

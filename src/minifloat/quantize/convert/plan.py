@@ -16,9 +16,9 @@ from minifloat.errors import ConversionError, UsageError, lookup
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, SingleExpert
 from minifloat.model.layouts import Description, StoredWeight, WriteLayout, describe
+from minifloat.model.layouts.contradictions import refuse_unknown_quantization
 from minifloat.model.layouts.decoded import DTYPES, config_dtype, language_configs, without_quantization
 from minifloat.model.layouts.inspection import format_name
-from minifloat.model.layouts.refusal import refuse_unknown_quantization
 from minifloat.model.runtime.engine_names import stored_fused_as
 from minifloat.quantize.report import TensorsReport
 

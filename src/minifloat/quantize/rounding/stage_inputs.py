@@ -16,7 +16,7 @@ from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.calibration.sites import Record, inner_inputs, watch_experts
 from minifloat.errors import NonFiniteError
 from minifloat.model.plan.tensor_plan import Part
-from minifloat.model.runtime.build import replace_forward
+from minifloat.model.runtime.names import replace_forward
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.scale_rules import float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.calibration.sites import Sites
-from minifloat.model.runtime.build import replace_forward
+from minifloat.model.runtime.names import replace_forward
 
 #: Largest error of a residual sum, as a share of the added output: BF16 rounds the sum to that of the whole stream.
 _SUM_TOLERANCE = 0.1
