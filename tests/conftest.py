@@ -205,3 +205,20 @@ def make_gpt_oss() -> MakeModel:
 def llama_folder(make_llama: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in BF16 that tests share: do not write into it."""
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+def _quantized(scheme: str) -> Any:
+    """Return a fixture: `llama_folder` in a scheme; do not write into it."""
+
+    @pytest.fixture(scope="session", name=f"{scheme.replace('-', '_')}_folder")
+    def folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        from minifloat.quantize.job import quantize_checkpoint
+
+        made = tmp_path_factory.mktemp("quantized") / f"llama-{scheme}"
+        quantize_checkpoint(llama_folder, made, scheme)
+        return made
+
+    return folder
+
+
+mxfp4_folder, fp8_folder, fp8_dynamic_folder = map(_quantized, ("mxfp4", "fp8", "fp8-dynamic"))

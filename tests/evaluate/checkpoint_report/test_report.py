@@ -25,16 +25,9 @@ from minifloat.evaluate.compare.result import Comparison
 ORDER = ["What was done", "Is it still the same model?", "What was gained", "Where it loads"]
 
 
-@pytest.fixture(scope="module")
-def quantized(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report") / "llama-fp8"
-    quantize_checkpoint(llama_folder, folder, "fp8")
-    return folder
-
-
 @pytest.fixture
-def out(quantized: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(quantized, tmp_path / "out"))
+def out(fp8_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(fp8_folder, tmp_path / "out"))
 
 
 def run(*arguments: object) -> Result:

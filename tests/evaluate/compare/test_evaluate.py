@@ -100,19 +100,16 @@ def test_a_model_against_itself_has_no_difference(llama_folder: Path, text: Path
 
 
 def test_several_candidates_cost_one_pass_of_the_baseline_and_score_as_if_alone(
-    llama_folder: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, fp8_folder: Path, mxfp4_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for scheme in ("fp8", "mxfp4"):
-        quantize_checkpoint(llama_folder, tmp_path / scheme, scheme)
-    alone = [
-        compare_models(llama_folder, tmp_path / name, [text], window=32).candidates[0] for name in ("fp8", "mxfp4")
-    ]
+    folders = [fp8_folder, mxfp4_folder]
+    alone = [compare_models(llama_folder, folder, [text], window=32).candidates[0] for folder in folders]
     passes: list[str] = []
     logits = models.EngineModel.logits
     monkeypatch.setattr(
         models.EngineModel, "logits", lambda self, ids: passes.append(Path(self.name).name) or logits(self, ids)
     )
-    both = compare_models(llama_folder, [tmp_path / "fp8", tmp_path / "mxfp4"], [text], window=32)
+    both = compare_models(llama_folder, folders, [text], window=32)
     assert list(both.candidates) == alone
     assert passes.count(llama_folder.name) == len(passes) / 3
 
@@ -148,11 +145,10 @@ def test_one_weight_scaled_by_five_percent_is_noticed(llama_folder: Path, tmp_pa
     assert compare_models(other, other, [text], window=32, tolerance=strict).outcome is Outcome.PASSED
 
 
-def test_fewer_bits_diverge_more(llama_folder: Path, tmp_path: Path, text: Path) -> None:
+def test_fewer_bits_diverge_more(llama_folder: Path, fp8_folder: Path, mxfp4_folder: Path, text: Path) -> None:
     divergence = []
-    for scheme in ("fp8", "mxfp4"):
-        quantize_checkpoint(llama_folder, tmp_path / scheme, scheme)
-        result = compare_models(llama_folder, tmp_path / scheme, [text], window=32, dtype="float32")
+    for folder in (fp8_folder, mxfp4_folder):
+        result = compare_models(llama_folder, folder, [text], window=32, dtype="float32")
         assert result.candidates[0].model.nbytes < result.baseline.nbytes
         divergence.append(result.candidates[0].overall.kl_mean.value)
     assert 0 < divergence[0] < divergence[1]
@@ -197,11 +193,10 @@ def test_the_format_of_the_candidates_inputs_is_recorded(
     assert compare_models(tmp_path / "q", llama_folder, [text]).candidates[0].model.activations == "BF16"
 
 
-def test_candidates_have_the_output_layer_that_is_served(llama_folder: Path, tmp_path: Path, text: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+def test_candidates_have_the_output_layer_that_is_served(llama_folder: Path, mxfp4_folder: Path, text: Path) -> None:
 
     def compared(**options: Any) -> tuple[str, float]:
-        result = compare_models(llama_folder, tmp_path / "q", [text], window=32, prompts=0, **options)
+        result = compare_models(llama_folder, mxfp4_folder, [text], window=32, prompts=0, **options)
         assert result.baseline.lm_head == "bfloat16"
         candidate = result.candidates[0]
         return candidate.model.lm_head, candidate.overall.kl_mean.value
@@ -213,7 +208,7 @@ def test_candidates_have_the_output_layer_that_is_served(llama_folder: Path, tmp
     with pytest.raises(UsageError, match="unknown lm_head 'int4'"):
         compared(lm_head="int4")
     # the baseline's output layer stays as it is stored, so that this is the divergence that FP8 adds alone
-    alone = compare_models(tmp_path / "q", tmp_path / "q", [text], window=32, prompts=0).candidates[0]
+    alone = compare_models(mxfp4_folder, mxfp4_folder, [text], window=32, prompts=0).candidates[0]
     assert 0 < alone.overall.kl_mean.value < compared()[1]
 
 
@@ -304,10 +299,9 @@ def test_the_dictionary_is_valid_json_without_inf(llama_folder: Path, text: Path
     assert (document["schema_version"], document["dtype"], document["partial"]) == (2, "bfloat16", False)
 
 
-def test_the_tolerance_decides_the_outcome(llama_folder: Path, tmp_path: Path, text: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+def test_the_tolerance_decides_the_outcome(llama_folder: Path, mxfp4_folder: Path, text: Path) -> None:
     generous, strict = (
-        compare_models(llama_folder, tmp_path / "q", [text], window=32, tolerance=tolerance)
+        compare_models(llama_folder, mxfp4_folder, [text], window=32, tolerance=tolerance)
         for tolerance in (Tolerance(1, 10, 0), Tolerance(max_kl=1e-9))
     )
     assert generous.outcome is Outcome.PASSED
@@ -315,9 +309,8 @@ def test_the_tolerance_decides_the_outcome(llama_folder: Path, tmp_path: Path, t
     assert "mean KL" in {check.quantity for check in strict.candidates[0].verdict.unmet}
 
 
-def test_beginnings_of_windows_are_continued_by_all_models(llama_folder: Path, tmp_path: Path, text: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    result = compare_models(llama_folder, [llama_folder, tmp_path / "q"], [text], window=40, prompts=5, new_tokens=12)
+def test_beginnings_of_windows_are_continued_by_all_models(llama_folder: Path, mxfp4_folder: Path, text: Path) -> None:
+    result = compare_models(llama_folder, [llama_folder, mxfp4_folder], [text], window=40, prompts=5, new_tokens=12)
     itself, quantized = (candidate.generation for candidate in result.candidates)
     assert itself is not None
     assert quantized is not None
@@ -406,22 +399,26 @@ def test_a_run_interrupted_before_every_text_has_a_score_raises(
 
 
 def test_an_interrupted_run_resumes_after_the_last_written_batch(
-    llama_folder: Path, tmp_path: Path, text: Path, small_batches: None, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path,
+    tmp_path: Path,
+    mxfp4_folder: Path,
+    text: Path,
+    small_batches: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     arguments: dict[str, Any] = {"window": 32, "resume": tmp_path / "work"}
-    whole = compare_models(llama_folder, tmp_path / "q", [text], window=32)
+    whole = compare_models(llama_folder, mxfp4_folder, [text], window=32)
     monkeypatch.setattr(scoring, "_SECONDS_BETWEEN_PARTS", 0)
-    compare_models(llama_folder, tmp_path / "q", [text], **arguments, progress=interrupted_after(3))
+    compare_models(llama_folder, mxfp4_folder, [text], **arguments, progress=interrupted_after(3))
     passes: list[int] = []
     logits = models.EngineModel.logits
     monkeypatch.setattr(models.EngineModel, "logits", lambda self, ids: passes.append(1) or logits(self, ids))
-    resumed = compare_models(llama_folder, tmp_path / "q", [text], **arguments)
+    resumed = compare_models(llama_folder, mxfp4_folder, [text], **arguments)
     assert resumed.candidates == whole.candidates
     assert not resumed.partial
     assert len(passes) == 2 * (12 - 3)
     passes.clear()
-    assert compare_models(llama_folder, tmp_path / "q", [text], **arguments).candidates == whole.candidates
+    assert compare_models(llama_folder, mxfp4_folder, [text], **arguments).candidates == whole.candidates
     assert not passes
 
 

@@ -299,11 +299,12 @@ def test_nothing_is_printed_to_stdout_and_the_state_of_the_process_is_kept(
 # ------------------------------------------------------------------------------------------------- in a comparison
 
 
-def test_a_comparison_runs_tasks(llama_folder: Path, folder: Path, tmp_path: Path, no_default_tasks: None) -> None:
+def test_a_comparison_runs_tasks(
+    llama_folder: Path, folder: Path, tmp_path: Path, mxfp4_folder: Path, no_default_tasks: None
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 20)
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    arguments = ["compare", str(llama_folder), str(tmp_path / "q"), "--data", str(text), "--window", "32"]
+    arguments = ["compare", str(llama_folder), str(mxfp4_folder), "--data", str(text), "--window", "32"]
     arguments += [
         "--prompts",
         "0",
@@ -319,7 +320,7 @@ def test_a_comparison_runs_tasks(llama_folder: Path, folder: Path, tmp_path: Pat
     tasks = document["candidates"][0]["tasks"]
     assert [(task["task"], task["metric"], task["items"]) for task in tasks][:1] == [("tiny_choice", "acc", 10)]
     with pytest.raises(UnknownNameError, match="tiny_choise"):
-        compare_models(llama_folder, tmp_path / "q", [text], tasks=["tiny_choise"], task_path=folder)
+        compare_models(llama_folder, mxfp4_folder, [text], tasks=["tiny_choise"], task_path=folder)
 
 
 def test_likelihoods_of_a_comparison_equal_those_of_the_harness(

@@ -60,11 +60,10 @@ def snapshot(model: PreTrainedModel) -> list[tuple[str, int, bytes]]:
 
 
 def test_an_output_layer_that_was_quantized_while_it_was_loaded_costs_no_bytes_and_is_no_override(
-    llama_folder: Path, tmp_path: Path
+    llama_folder: Path, mxfp4_folder: Path
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     tight = Tolerance(max_ppl_increase=0, max_kl=0, min_same_top1=1)
-    candidate = predictor(tmp_path / "q", lm_head="fp8")
+    candidate = predictor(mxfp4_folder, lm_head="fp8")
     found = attribute(predictor(llama_folder), candidate, WINDOWS, tight, SECONDS)
     (row,) = [row for row in found.rows if row.module == "lm_head"]
     assert row.extra_bytes == 0
@@ -117,18 +116,16 @@ def test_one_changed_tensor_of_a_plain_copy_is_the_only_difference(
     assert row.kl_alone == pytest.approx(whole, rel=1e-6)
 
 
-def test_a_model_has_no_differences_from_itself(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic")
-    one = predictor(tmp_path / "q")
-    for other in (one, predictor(tmp_path / "q"), predictor(tmp_path / "q", impl="reference")):
+def test_a_model_has_no_differences_from_itself(fp8_dynamic_folder: Path) -> None:
+    one = predictor(fp8_dynamic_folder)
+    for other in (one, predictor(fp8_dynamic_folder), predictor(fp8_dynamic_folder, impl="reference")):
         result = attribute(one, other, WINDOWS, Tolerance(), SECONDS)
         assert (result.rows, result.of, result.suggestion) == ((), 0, None)
 
 
-def test_the_same_weights_with_other_inputs_differ(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic")
+def test_the_same_weights_with_other_inputs_differ(fp8_dynamic_folder: Path) -> None:
     result = attribute(
-        predictor(tmp_path / "q", weight_only=True), predictor(tmp_path / "q"), WINDOWS, UNBOUNDED, SECONDS
+        predictor(fp8_dynamic_folder, weight_only=True), predictor(fp8_dynamic_folder), WINDOWS, UNBOUNDED, SECONDS
     )
     assert result.of == 14
     assert all(row.extra_bytes == 0 and row.sqnr_db > 20 for row in result.rows)
@@ -136,11 +133,10 @@ def test_the_same_weights_with_other_inputs_differ(llama_folder: Path, tmp_path:
 
 @pytest.mark.parametrize("quantized_baseline", [False, True])
 def test_a_run_without_quantized_inputs_is_measured_without_them(
-    llama_folder: Path, tmp_path: Path, quantized_baseline: bool
+    llama_folder: Path, tmp_path: Path, fp8_dynamic_folder: Path, quantized_baseline: bool
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic")
-    other = changed(tmp_path / "q", tmp_path / "other", "model.layers.1.mlp.down_proj.weight_scale")
-    baseline = tmp_path / "q" if quantized_baseline else llama_folder
+    other = changed(fp8_dynamic_folder, tmp_path / "other", "model.layers.1.mlp.down_proj.weight_scale")
+    baseline = fp8_dynamic_folder if quantized_baseline else llama_folder
     candidate = predictor(other)
     candidate.weight_only = True
     expected = attribute(predictor(baseline), predictor(other, weight_only=True), WINDOWS, UNBOUNDED, SECONDS)
@@ -156,15 +152,14 @@ def test_a_run_without_quantized_inputs_is_measured_without_them(
 
 
 def test_damage_alone_and_without_equals_that_of_checkpoints_quantized_accordingly(
-    llama_folder: Path, tmp_path: Path
+    llama_folder: Path, tmp_path: Path, mxfp4_folder: Path
 ) -> None:
     module = "model.layers.1.mlp.down_proj"
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     quantize_checkpoint(llama_folder, tmp_path / "without", "mxfp4", QuantizeOptions(overrides=[f"{module}=bf16"]))
     quantize_checkpoint(
         llama_folder, tmp_path / "alone", "mxfp4", QuantizeOptions(overrides=[".=bf16", f"{module}=mxfp4"])
     )
-    result = attributed(llama_folder, tmp_path / "q")
+    result = attributed(llama_folder, mxfp4_folder)
     row = next(row for row in result.rows if row.module == module)
     baseline, alone, without = (
         load(folder, IN_FLOAT32) for folder in (llama_folder, tmp_path / "alone", tmp_path / "without")
@@ -175,16 +170,15 @@ def test_damage_alone_and_without_equals_that_of_checkpoints_quantized_according
     assert damages == sorted(damages, reverse=True)
 
 
-def test_sqnr_is_measured_at_the_output_on_the_inputs_of_the_baseline(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    baseline, candidate = (load(folder, IN_FLOAT32) for folder in (llama_folder, tmp_path / "q"))
+def test_sqnr_is_measured_at_the_output_on_the_inputs_of_the_baseline(llama_folder: Path, mxfp4_folder: Path) -> None:
+    baseline, candidate = (load(folder, IN_FLOAT32) for folder in (llama_folder, mxfp4_folder))
     inputs: dict[str, torch.Tensor] = {}
     for name, module in baseline.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _, args, __, name=name: inputs.__setitem__(name, args[0]))
     with torch.no_grad():
         baseline(WINDOWS)
-    rows = attributed(llama_folder, tmp_path / "q").rows
+    rows = attributed(llama_folder, mxfp4_folder).rows
     assert len(rows) == 14
     for row in rows:
         x = inputs[row.module].double()
@@ -207,10 +201,9 @@ def test_both_models_are_unchanged_afterwards(make_mixtral: MakeModel, tmp_path:
 
 @pytest.mark.parametrize("passes", range(3, 40, 6))
 def test_both_models_are_unchanged_after_an_interrupt(
-    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+    llama_folder: Path, mxfp4_folder: Path, monkeypatch: pytest.MonkeyPatch, passes: int
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    models = [predictor(folder) for folder in (llama_folder, tmp_path / "q")]
+    models = [predictor(folder) for folder in (llama_folder, mxfp4_folder)]
     before = [snapshot(model.model) for model in models]
     left = iter(range(passes))
     forward = nn.functional.silu
@@ -227,9 +220,8 @@ def test_both_models_are_unchanged_after_an_interrupt(
     assert not any(module._forward_hooks for model in models for module in model.model.modules())
 
 
-def test_without_time_every_module_still_has_its_sqnr(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    result = attributed(llama_folder, tmp_path / "q", seconds=0)
+def test_without_time_every_module_still_has_its_sqnr(llama_folder: Path, mxfp4_folder: Path) -> None:
+    result = attributed(llama_folder, mxfp4_folder, seconds=0)
     ratios = [row.sqnr_db for row in result.rows]
     assert (result.measured, result.of, len(ratios), result.suggestion) == (0, 14, 14, None)
     assert all(row.kl_alone is None and row.kl_without is None for row in result.rows)
@@ -237,12 +229,11 @@ def test_without_time_every_module_still_has_its_sqnr(llama_folder: Path, tmp_pa
     assert 10 < ratios[0] < ratios[-1] < 40
 
 
-def test_progress_ends_at_the_whole_time_budget(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+def test_progress_ends_at_the_whole_time_budget(llama_folder: Path, mxfp4_folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     attribute(
         predictor(llama_folder),
-        predictor(tmp_path / "q"),
+        predictor(mxfp4_folder),
         WINDOWS,
         Tolerance(),
         SECONDS,
@@ -253,10 +244,9 @@ def test_progress_ends_at_the_whole_time_budget(llama_folder: Path, tmp_path: Pa
     assert calls[-1][0] == 60_000
 
 
-def test_one_module_of_each_role_is_exchanged_first(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+def test_one_module_of_each_role_is_exchanged_first(llama_folder: Path, mxfp4_folder: Path) -> None:
     calls: list[str] = []
-    models = [predictor(folder) for folder in (llama_folder, tmp_path / "q")]
+    models = [predictor(folder) for folder in (llama_folder, mxfp4_folder)]
     attribute(models[0], models[1], WINDOWS, UNBOUNDED, SECONDS, lambda _, __, what: calls.append(what))
     exchanged = [what.removesuffix(" alone") for what in calls if what.endswith(" alone")]
     assert len(set(exchanged)) == 14

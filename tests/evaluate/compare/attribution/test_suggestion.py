@@ -101,14 +101,13 @@ def test_a_checkpoint_quantized_as_suggested_has_the_measured_distance(
     ],
 )
 def test_only_the_modules_fused_with_a_wrong_one_are_kept(
-    llama_folder: Path, tmp_path: Path, module: str, override: str
+    llama_folder: Path, tmp_path: Path, fp8_folder: Path, module: str, override: str
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
-    shutil.copytree(tmp_path / "q", tmp_path / "wrong")
+    shutil.copytree(fp8_folder, tmp_path / "wrong")
     tensors = load_file(tmp_path / "wrong" / "model.safetensors")
     tensors[f"{module}.weight_scale"] *= 2
     save_file(tensors, tmp_path / "wrong" / "model.safetensors", metadata={"format": "pt"})
-    usual = figures(llama_folder, tmp_path / "q")[0]
+    usual = figures(llama_folder, fp8_folder)[0]
     found = suggested(llama_folder, tmp_path / "wrong", max_kl=1.1 * usual)
     assert found is not None
     assert len(found.overrides) == 1
@@ -116,9 +115,10 @@ def test_only_the_modules_fused_with_a_wrong_one_are_kept(
     assert module in found.modules
 
 
-def test_a_suggestion_costs_little_more_than_the_cheapest_sufficient_choice(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    baseline, candidate = (TransformersModel.of(folder, OPTIONS) for folder in (llama_folder, tmp_path / "q"))
+def test_a_suggestion_costs_little_more_than_the_cheapest_sufficient_choice(
+    llama_folder: Path, mxfp4_folder: Path
+) -> None:
+    baseline, candidate = (TransformersModel.of(folder, OPTIONS) for folder in (llama_folder, mxfp4_folder))
     rows = {row.module: row for row in attribute(baseline, candidate, WINDOWS, Tolerance(), SECONDS).rows}
     groups: dict[str, list[Difference]] = {}
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def test_a_suggestion_costs_little_more_than_the_cheapest_sufficient_choice(llam
                 choices.append((cost, mixtures.measure(differences).kl))
     for share in (0.8, 0.5, 0.2):
         bound = share * choices[0][1]
-        found = suggested(llama_folder, tmp_path / "q", max_kl=bound)
+        found = suggested(llama_folder, mxfp4_folder, max_kl=bound)
         assert found is not None
         best = min(cost for cost, kl in choices if kl <= bound)
         assert best <= found.extra_bytes <= 1.3 * best
@@ -209,14 +209,13 @@ def test_few_modules_need_few_steps_and_a_search_that_ends_early_says_so(
 
 
 def test_the_verdict_on_a_suggestion_is_that_of_a_checkpoint_quantized_as_suggested(
-    llama_folder: Path, tmp_path: Path
+    llama_folder: Path, tmp_path: Path, mxfp4_folder: Path
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 30)
     options: Any = {"data": [tmp_path / "a.txt"], "window": 32, "prompts": 0, "lm_head": "bf16", "dtype": "float32"}
-    kl = compare_models(llama_folder, tmp_path / "q", **options).candidates[0].overall.kl_mean.value
+    kl = compare_models(llama_folder, mxfp4_folder, **options).candidates[0].overall.kl_mean.value
     options["tolerance"] = Tolerance(max_kl=kl / 2, max_ppl_increase=math.inf, min_same_top1=0)
-    with_attribution = compare_models(llama_folder, tmp_path / "q", **options, attribute=5.0).candidates[0].attribution
+    with_attribution = compare_models(llama_folder, mxfp4_folder, **options, attribute=5.0).candidates[0].attribution
     assert with_attribution is not None
     found = with_attribution.suggestion
     assert found is not None
@@ -229,43 +228,38 @@ def test_the_verdict_on_a_suggestion_is_that_of_a_checkpoint_quantized_as_sugges
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-7)
 
 
-def test_a_suggestion_keeps_every_bound(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    found = suggested(llama_folder, tmp_path / "q", min_same_top1=0.97)
+def test_a_suggestion_keeps_every_bound(llama_folder: Path, mxfp4_folder: Path) -> None:
+    found = suggested(llama_folder, mxfp4_folder, min_same_top1=0.97)
     assert found is not None
     assert found.same_top1_before < 0.97 <= found.same_top1_after
     torch.manual_seed(0)
     own = TransformersModel.of(llama_folder, OPTIONS).model.generate(
         WINDOWS[:, :1], do_sample=True, max_new_tokens=31, min_new_tokens=31, use_cache=False
     )  # the baseline's own text, of which every other model is less sure
-    found = suggested(llama_folder, tmp_path / "q", windows=own, max_ppl_increase=0.01)
+    found = suggested(llama_folder, mxfp4_folder, windows=own, max_ppl_increase=0.01)
     assert found is not None
     assert found.ppl_increase_before > 0.01 >= found.ppl_increase_after
     assert found.reaches
 
 
-def test_nothing_is_suggested_for_a_model_within_the_tolerance(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
-    assert suggested(llama_folder, tmp_path / "q", max_kl=100) is None
+def test_nothing_is_suggested_for_a_model_within_the_tolerance(llama_folder: Path, fp8_folder: Path) -> None:
+    assert suggested(llama_folder, fp8_folder, max_kl=100) is None
 
 
 def test_nothing_is_suggested_where_no_override_can_help(
-    llama_folder: Path, make_llama: MakeModel, tmp_path: Path
+    llama_folder: Path, make_llama: MakeModel, tmp_path: Path, fp8_folder: Path
 ) -> None:
     assert suggested(llama_folder, make_llama(tmp_path / "other", seed=1), max_kl=1e-9) is None
-    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
     quantize_checkpoint(llama_folder, tmp_path / "q4", "mxfp4")
-    assert suggested(tmp_path / "q", tmp_path / "q4", max_kl=1e-9) is None
+    assert suggested(fp8_folder, tmp_path / "q4", max_kl=1e-9) is None
 
 
-def test_nothing_is_suggested_when_the_time_is_up(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    assert suggested(llama_folder, tmp_path / "q", max_kl=1e-9, seconds=0) is None
+def test_nothing_is_suggested_when_the_time_is_up(llama_folder: Path, mxfp4_folder: Path) -> None:
+    assert suggested(llama_folder, mxfp4_folder, max_kl=1e-9, seconds=0) is None
 
 
-def test_a_suggestion_that_keeps_every_module_says_so(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    found = suggested(llama_folder, tmp_path / "q", max_kl=0)
+def test_a_suggestion_that_keeps_every_module_says_so(llama_folder: Path, mxfp4_folder: Path) -> None:
+    found = suggested(llama_folder, mxfp4_folder, max_kl=0)
     assert found is not None
     assert (found.reaches, found.everything, found.kl_after, len(found.modules)) == (True, True, 0, 14)
 
