@@ -26,15 +26,13 @@ def write(document: doc.Document) -> str:
     )
 
 
-def _color_variables(colors: Sequence[str]) -> str:
-    return "".join(f"--series-{index}:{color};" for index, color in enumerate(colors, 1))
-
-
 def _style() -> str:
     sheet = importlib.resources.files("minifloat.report").joinpath("document.css").read_text(encoding="utf-8")
-    return string.Template(sheet).substitute(
-        light_series=_color_variables(COLORS), dark_series=_color_variables(_DARK_COLORS)
+    light, dark = (
+        "".join(f"--series-{index}:{color};" for index, color in enumerate(colors, 1))
+        for colors in (COLORS, _DARK_COLORS)
     )
+    return string.Template(sheet).substitute(light_series=light, dark_series=dark)
 
 
 def _blocks(blocks: Iterable[doc.Block], level: int) -> str:
@@ -44,7 +42,9 @@ def _blocks(blocks: Iterable[doc.Block], level: int) -> str:
 def _block(block: doc.Block, level: int) -> str:
     match block:
         case doc.Section():
-            return _section(block, level)
+            body = _blocks(block.blocks, level + 1)
+            title = f"<h{level}>{escape(block.title)}</h{level}>\n" if block.title else ""
+            return f"<section>\n{title}{body}\n</section>" if level == 2 else f"{title}{body}"
         case doc.Folded():
             return f"<details><summary>{escape(block.summary)}</summary>\n{_blocks(block.blocks, level)}\n</details>"
         case doc.Text():
@@ -73,12 +73,6 @@ def _block(block: doc.Block, level: int) -> str:
     raise TypeError(f"no HTML for {type(block).__name__}")
 
 
-def _section(block: doc.Section, level: int) -> str:
-    body = _blocks(block.blocks, level + 1)
-    title = f"<h{level}>{escape(block.title)}</h{level}>\n" if block.title else ""
-    return f"<section>\n{title}{body}\n</section>" if level == 2 else f"{title}{body}"
-
-
 def _bullets(items: Sequence[str]) -> str:
     """Return a list; module names in it may break after dots and underscores."""
     lines = (_NAME_SEPARATOR.sub(r"\1<wbr/>", escape(item)) for item in items)
@@ -98,16 +92,11 @@ def _row(names: Sequence[str], row: Sequence[doc.Cell]) -> str:
     first, *others = row
     if not others:
         return f'<tr class="group"><th colspan="{len(names)}" scope="colgroup">{_cell(first)}</th></tr>\n'
-    cells = "".join(
-        f'<td data-name="{escape(name)}"{_wrapping(cell)}>{_cell(cell)}</td>'
-        for name, cell in zip(names[1:], others, strict=True)
-    )
+    cells = ""
+    for name, cell in zip(names[1:], others, strict=True):
+        kind = "" if _HAS_DIGIT.search(str(cell)) else ' class="words"'  # words may break into lines
+        cells += f'<td data-name="{escape(name)}"{kind}>{_cell(cell)}</td>'
     return f'<tr><th scope="row">{_cell(first)}</th>{cells}</tr>\n'
-
-
-def _wrapping(cell: doc.Cell) -> str:
-    """Return the class of a cell of words, which may break into lines."""
-    return "" if _HAS_DIGIT.search(str(cell)) else ' class="words"'
 
 
 def _cell(cell: doc.Cell) -> str:

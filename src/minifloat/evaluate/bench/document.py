@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from minifloat.evaluate.bench.figures import BatchFigures, EngineFigures, GainsReport, spread
 from minifloat.report import document as doc
@@ -57,26 +57,18 @@ def gain_rows(report: GainsReport) -> list[list[str]]:
 
 
 def _memory_rows(report: GainsReport) -> list[list[str]]:
-    engines, gains = (report.baseline, report.candidate), report.gains
-    return [
-        ["weights", *(size_text(engine.info["weight_bytes"]) for engine in engines), times(gains["weight_bytes"])],
-        [
-            "read by a decode step",
-            *(size_text(engine.info["step_bytes"]) for engine in engines),
-            times(gains["step_bytes"]),
-        ],
-        ["peak memory of the process", *(size_text(engine.peak_rss) for engine in engines), times(gains["peak_rss"])],
-        [
-            "KV cache per token",
-            *(f"{engine.info['kv_bytes_per_token']:,} B ({engine.info['kv_element']})" for engine in engines),
-            times(gains["kv_bytes_per_token"]),
-        ],
-        [
-            "load time",
-            *(f"{statistics.median(engine.load_seconds):.2f} s" for engine in engines),
-            times(gains["load_seconds"]),
-        ],
-    ]
+    texts: dict[str, tuple[str, Callable[[EngineFigures], str]]] = {
+        "weights": ("weight_bytes", lambda engine: size_text(engine.info["weight_bytes"])),
+        "read by a decode step": ("step_bytes", lambda engine: size_text(engine.info["step_bytes"])),
+        "peak memory of the process": ("peak_rss", lambda engine: size_text(engine.peak_rss)),
+        "KV cache per token": (
+            "kv_bytes_per_token",
+            lambda engine: f"{engine.info['kv_bytes_per_token']:,} B ({engine.info['kv_element']})",
+        ),
+        "load time": ("load_seconds", lambda engine: f"{statistics.median(engine.load_seconds):.2f} s"),
+    }
+    gains, engines = report.gains, (report.baseline, report.candidate)
+    return [[name, *map(text, engines), times(gains[key])] for name, (key, text) in texts.items()]
 
 
 def gain_sentences(report: GainsReport) -> list[str]:

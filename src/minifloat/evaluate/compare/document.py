@@ -12,7 +12,7 @@ from minifloat.evaluate.compare.summary import Positions, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome
 from minifloat.report import document as doc
-from minifloat.report.text import number, size_text, token_text, visible
+from minifloat.report.text import brief, number, size_text, token_text, visible
 
 SAME = "Is it still the same model?"
 _WRITTEN = doc.On.PAGE | doc.On.CARD
@@ -32,12 +32,15 @@ _TOP10: _Quantity = ("top-10", lambda summary: words.shown(summary.topk_overlap,
 
 
 def document(comparison: Comparison) -> doc.Document:
-    names = words.candidate_names(comparison)
+    baseline, *names = words.model_names(comparison)
     title = names[0] if len(names) == 1 else f"{len(names)} candidates"
     return doc.Document(
-        f"{SAME} {title} against {words.baseline_name(comparison)}",
+        f"{SAME} {title} against {baseline}",
         [
-            *(_terminal_section(comparison, *pair) for pair in zip(names, comparison.candidates, strict=True)),
+            *(
+                _terminal_section(comparison, baseline, *pair)
+                for pair in zip(names, comparison.candidates, strict=True)
+            ),
             verdict_section(comparison, on=_WRITTEN),
             *detail_sections(comparison),
             _terminal_verdicts(comparison, names),
@@ -48,7 +51,7 @@ def document(comparison: Comparison) -> doc.Document:
 def verdict_section(
     comparison: Comparison, others: Sequence[CandidateResult] = (), *, on: doc.On = doc.On.ALL
 ) -> doc.Section:
-    names = words.candidate_names(comparison)
+    baseline, *names = words.model_names(comparison)
     alerts = []
     for name, candidate in zip(names, comparison.candidates, strict=True):
         lines = words.unmet_lines(candidate)
@@ -60,9 +63,9 @@ def verdict_section(
     partial = words.partial_text(comparison)
     return doc.section(
         SAME,
-        doc.Text(f"Compared with {words.baseline_name(comparison)} on the same tokens.", on=doc.On.CARD),
+        doc.Text(f"Compared with {baseline} on the same tokens.", on=doc.On.CARD),
         doc.Alert("warning", partial) if partial else None,
-        _overview(comparison, names),
+        _overview(comparison, [baseline, *names]),
         *alerts,
         doc.Alert("warning", "Not measured", comparison.notes) if comparison.notes else None,
         doc.Text(f"The bounds, on every text: {bounds}. {words.confidence_text()}", on=_WRITTEN),
@@ -75,14 +78,14 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> doc.Table:
     first = comparison.candidates[0].overall
     rows: list[list[doc.Cell]] = [
         [
-            words.baseline_name(comparison),
+            names[0],
             words.weights_text(comparison.baseline),
             number(first.baseline_perplexity),
             *["", "", ""],
             "baseline",
         ]
     ]
-    for name, candidate in zip(names, comparison.candidates, strict=True):
+    for name, candidate in zip(names[1:], comparison.candidates, strict=True):
         rows.append(
             [
                 name,
@@ -99,14 +102,15 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> doc.Table:
 # ------------------------------------------------------------------------------------------------- a terminal
 
 
-def _terminal_section(comparison: Comparison, name: str, candidate: CandidateResult) -> doc.Section:
+def _terminal_section(comparison: Comparison, baseline: str, name: str, candidate: CandidateResult) -> doc.Section:
     """Return the numbers of a candidate that a terminal shows."""
-    positions = candidate.overall.positions
+    positions, size = candidate.overall.positions, "weights of unknown size"
+    if candidate.model.nbytes is not None:
+        weights = [words.weights_text(model) for model in (comparison.baseline, candidate.model)]
+        size = f"{' -> '.join(weights)} ({words.smaller(comparison, candidate)})"
     return doc.section(
         "",
-        _terminal_table(
-            candidate, f"{words.baseline_name(comparison)} -> {name}: {words.size_lines(comparison, candidate)}"
-        ),
+        _terminal_table(candidate, f"{baseline} -> {name}: {size}"),
         None if positions is None else _position_table(positions),
         doc.Bullets(list(_terminal_lines(candidate))),
         on=doc.On.TERMINAL,
@@ -174,7 +178,7 @@ def _terminal_verdicts(comparison: Comparison, names: Sequence[str]) -> doc.Sect
 
 
 def detail_sections(comparison: Comparison) -> list[doc.Section]:
-    names, candidates = words.candidate_names(comparison), comparison.candidates
+    names, candidates = words.model_names(comparison)[1:], comparison.candidates
     every = (_TOKENS, _PERPLEXITIES, _CHANGE, _BITS, _KL, _KL_P99, _TOP1, _TOP10)
     return [
         doc.section("Numbers", _text_table(candidates, names, every), on=doc.On.CARD),
@@ -471,7 +475,9 @@ def _run_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "windows", f"{comparison.window:,} tokens, in {comparison.dtype}"
     share = "" if not comparison.partial else f" of {comparison.tokens_total:,}"
     yield "tokens", f"{comparison.tokens_done:,}{share}, scored in {number(comparison.seconds, 3)} s"
-    yield from words.machine_facts(comparison.machine)
+    for key, value in comparison.machine.items():
+        if value is not None:
+            yield key.replace("_", " "), value if isinstance(value, str) else brief(value)
 
 
 def _model_text(model: ModelRecord) -> str:

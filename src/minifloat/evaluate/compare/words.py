@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from minifloat.evaluate.compare.attribution import Attribution, Suggestion
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate
 from minifloat.evaluate.compare.options import Tolerance
-from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
+from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.evaluate.compare.summary import LateChange, PositionRange, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
 from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Verdict
 from minifloat.report.document import Pair
-from minifloat.report.text import NO_INTERVAL, brief, change, interval, number, percent, short, short_names, size_text
+from minifloat.report.text import NO_INTERVAL, change, interval, number, percent, short, short_names, size_text
 
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
 _INCREASE = "perplexity increase"
@@ -182,22 +181,9 @@ def partial_text(comparison: Comparison) -> str:
 # ------------------------------------------------------------------------------------------------- the rest
 
 
-def candidate_names(comparison: Comparison) -> list[str]:
-    return _short_names(comparison)[1:]
-
-
-def baseline_name(comparison: Comparison) -> str:
-    return _short_names(comparison)[0]
-
-
-def _short_names(comparison: Comparison) -> list[str]:
+def model_names(comparison: Comparison) -> list[str]:
+    """Return distinct short names of the baseline and the candidates."""
     return short_names([comparison.baseline.name, *(candidate.model.name for candidate in comparison.candidates)])
-
-
-def size_lines(comparison: Comparison, candidate: CandidateResult) -> str:
-    if candidate.model.nbytes is None:
-        return "weights of unknown size"
-    return f"{weights_text(comparison.baseline)} -> {weights_text(candidate.model)} ({smaller(comparison, candidate)})"
 
 
 def weights_text(model: ModelRecord) -> str:
@@ -206,19 +192,15 @@ def weights_text(model: ModelRecord) -> str:
 
 def formats_text(model: ModelRecord) -> str:
     """Return the formats that a model computed in besides that of its weights."""
-    if model.served is not None:
-        return served_text(model.served)
+    if (served := model.served) is not None:
+        return (
+            f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} "
+            f"tokens, and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability "
+            "on average; perplexity and same top-1 are exact"
+        )
     lm_head = f", output layer in {model.lm_head}" if model.lm_head else ""
     cache = f", keys and values in {model.kv_cache}" if model.kv_cache else ""
     return f"inputs of the linears in {model.activations}{lm_head}{cache}"
-
-
-def served_text(served: ServedRecord) -> str:
-    return (
-        f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} tokens, "
-        f"and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability on average; "
-        "perplexity and same top-1 are exact"
-    )
 
 
 def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
@@ -312,10 +294,3 @@ def override_options(suggestion: Suggestion | None) -> list[str]:
     if suggestion is None or suggestion.everything:
         return []
     return [f"--override {shlex.quote(override)}" for override in suggestion.overrides]
-
-
-def machine_facts(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the machine; values that are None are left out."""
-    for key, value in machine.items():
-        if value is not None:
-            yield key.replace("_", " "), value if isinstance(value, str) else brief(value)
