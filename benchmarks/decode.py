@@ -42,8 +42,8 @@ from decode_engines import PIECES, SHAPE, Engine, Installed, Sizes, memory
 from minifloat.errors import MinifloatError
 from minifloat.evaluate.bench.figures import CpuTime, MachineUse
 from minifloat.evaluate.bench.workload import Workload
-from minifloat.kernels.bandwidth import read_bandwidth
 from minifloat.kernels.processors import bound_spin
+from minifloat.kernels.speed import read_bandwidth
 
 PROMPT_TOKENS = 256
 VOCAB = 32000

@@ -25,7 +25,7 @@ import linear_shapes
 
 from minifloat.errors import MinifloatError
 from minifloat.kernels import native
-from minifloat.kernels.bandwidth import read_bandwidth
+from minifloat.kernels.speed import read_bandwidth
 
 # Modules that import torch come after force(), because torch reads its instruction set limits when it is imported.
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def weights_of(name: str) -> Callable[[int, int], PackedWeight]:
     """Return a maker of packed weights ``[N, K]``, each in memory of its own; each shape is quantized once."""
     import torch
 
-    from minifloat.kernels.pack import pack
-    from minifloat.kernels.pack.weight import allocate
+    from minifloat.kernels.pack import allocate, pack
     from minifloat.numerics.scheme import SCHEMES
     from minifloat.numerics.tensor import quantize_tensor
 
@@ -174,8 +173,7 @@ class Case:
 
 def case_of(label: str, decoder: Decoder, cache: KVCache, batch: StepBatch, nbytes: int) -> Case:
     """Return a step of our decoder, including the checks that every step makes."""
-    from minifloat.kernels.decoder import cpu
-    from minifloat.kernels.decoder.check import check
+    from minifloat.kernels.decoder import check, cpu
 
     def run(nanoseconds: Tensor) -> object:
         check(decoder, cache, batch)

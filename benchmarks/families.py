@@ -29,8 +29,8 @@ from decode_engines import Engine, Ours, Peer, Sizes
 from minifloat.errors import MinifloatError
 from minifloat.evaluate.bench.figures import CpuTime, MachineUse
 from minifloat.evaluate.bench.workload import Workload
-from minifloat.kernels.bandwidth import read_bandwidth
 from minifloat.kernels.processors import bound_spin
+from minifloat.kernels.speed import read_bandwidth
 
 PROMPT_TOKENS = 64
 PROBE_BYTES = 1 << 29

@@ -22,8 +22,7 @@ import torch
 
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear.triton import config as configs
-from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config
-from minifloat.kernels.linear.triton.device import Device, why_not
+from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config, Device, why_not
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 from minifloat.kernels.linear.triton.weight import GpuWeight, pack
 from minifloat.numerics.scheme import SCHEMES

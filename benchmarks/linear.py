@@ -28,7 +28,7 @@ import instruction_sets
 import linear_shapes
 
 from minifloat.errors import MinifloatError
-from minifloat.kernels.bandwidth import ReadBandwidth, read_bandwidth
+from minifloat.kernels.speed import ReadBandwidth, read_bandwidth
 
 # Modules that import torch come after force(), because torch reads its instruction set limits when it is imported.
 ALL_M = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -21,10 +21,9 @@ from torch.nn import functional
 
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
-from minifloat.kernels.linear import int8_inputs, linear
-from minifloat.kernels.native.structs import STRUCTS
-from minifloat.kernels.pack import PackedWeight, pack
-from minifloat.kernels.pack.weight import allocate
+from minifloat.kernels.linear import int8, linear
+from minifloat.kernels.native import STRUCTS
+from minifloat.kernels.pack import PackedWeight, allocate, pack
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
@@ -61,7 +60,7 @@ def contenders(shape: Shape, formats: tuple[str, ...], peers: tuple[str, ...], n
 def _with_int8_inputs(contender: Contender) -> list[Contender]:
     """Return the contender with inputs that may be rounded to int8, if its kernels do this; it shares the weights."""
     weight = contender.weights[0]
-    if not isinstance(weight, PackedWeight) or int8_inputs.why_not(weight):
+    if not isinstance(weight, PackedWeight) or int8.why_not(weight):
         return []
     return [
         Contender(

@@ -7,8 +7,8 @@ import pytest
 
 from minifloat.errors import UsageError
 from minifloat.kernels import native
-from minifloat.kernels.bandwidth import ReadBandwidth, read_bandwidth
-from minifloat.kernels.native.structs import STRUCTS
+from minifloat.kernels.native import STRUCTS
+from minifloat.kernels.speed import ReadBandwidth, read_bandwidth
 
 LIBRARY = native.load()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason=native.why_unavailable())

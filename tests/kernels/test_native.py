@@ -14,7 +14,6 @@ import pytest
 
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
-from minifloat.kernels.native import structs
 
 LIBRARY = native.load()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason=native.why_unavailable())
@@ -144,17 +143,17 @@ def test_without_openmp_anywhere_the_reason_names_its_package(monkeypatch: pytes
 
 
 def test_every_structure_of_the_header_is_read_with_its_fields() -> None:
-    header = Path(structs.__file__).with_name("api.h").read_text()
-    assert set(structs.STRUCTS) == set(re.findall(r"^struct minifloat_(\w+) \{", header, re.M))
-    assert structs.CONSTANTS["ABI_VERSION"] == native.ABI_VERSION
-    layer = structs.STRUCTS["layer"]
+    header = Path(native.__file__).with_name("api.h").read_text()
+    assert set(native.STRUCTS) == set(re.findall(r"^struct minifloat_(\w+) \{", header, re.M))
+    assert native.CONSTANTS["ABI_VERSION"] == native.ABI_VERSION
+    layer = native.STRUCTS["layer"]
     assert [name for name, *_ in layer._fields_][:2] == ["input_norm", "attention_norm"]
-    assert structs.POINTEES[layer, "delta"] == "delta"
-    assert structs.STRUCTS["gram_args"](x_cols=3, y_cols=4).y_cols == 4
+    assert native.POINTEES[layer, "delta"] == "delta"
+    assert native.STRUCTS["gram_args"](x_cols=3, y_cols=4).y_cols == 4
     with pytest.raises(AttributeError):
-        structs.STRUCTS["gram_args"](columns=3)
+        native.STRUCTS["gram_args"](columns=3)
 
 
 def test_a_declaration_that_the_reader_does_not_know_is_refused() -> None:
     with pytest.raises(AssertionError, match="no declaration of fields"):
-        structs._read("unknown", "int32_t numbers[4];")
+        native._read("unknown", "int32_t numbers[4];")

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from minifloat.kernels import native
-from minifloat.kernels.native.structs import STRUCTS
+from minifloat.kernels.native import STRUCTS
 
 E4M3 = (8, 3, -6, 448.0)
 

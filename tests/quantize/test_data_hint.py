@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from minifloat.commands.main import main
-from minifloat.kernels.product_rate import measure_product_rate
+from minifloat.kernels.speed import measure_product_rate
 from minifloat.quantize.report import duration_text, estimate_seconds
 
 HINT = "With --data self"

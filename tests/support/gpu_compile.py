@@ -18,8 +18,7 @@ import torch
 import triton
 import triton_cases
 
-from minifloat.kernels.linear.triton.config import Config, by_arithmetic
-from minifloat.kernels.linear.triton.device import Device
+from minifloat.kernels.linear.triton.config import Config, Device, by_arithmetic
 from minifloat.kernels.linear.triton.kernels import dequantize_kernel, product_kernel
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order
 from minifloat.kernels.linear.triton.product import AHEAD, PARTS, constants

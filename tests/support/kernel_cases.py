@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minifloat.kernels import native
-from minifloat.kernels.native.structs import STRUCTS, format_struct
+from minifloat.kernels.native import STRUCTS, format_struct
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec

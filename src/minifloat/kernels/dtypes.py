@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import UnsupportedTensorError
-from minifloat.kernels.native.structs import CONSTANTS
+from minifloat.kernels.native import CONSTANTS
 
 #: ``enum minifloat_dtype``.
 DTYPES = {torch.bfloat16: CONSTANTS["BF16"], torch.float16: CONSTANTS["F16"], torch.float32: CONSTANTS["F32"]}

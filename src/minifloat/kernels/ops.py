@@ -9,9 +9,8 @@ from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.linear import cpu
-from minifloat.kernels.moe import cpu as moe_cpu
+from minifloat.kernels.pack import Pointers, is_aligned
 from minifloat.kernels.pack.layout import Header
-from minifloat.kernels.pack.weight import Pointers, is_aligned
 
 
 def is_eager(x: Tensor, biases: Sequence[Tensor | None] | None = None) -> bool:
@@ -65,7 +64,7 @@ def moe_linear(
     _check(x, weights, parts, [rows] * len(weights))
     check_groups(offsets, x_rows, len(weights), x.shape[0])
     pointers = Pointers([weight.data_ptr() for weight in weights], [rows] * len(weights), x.shape[-1])
-    return moe_cpu.run(x, pointers, offsets, x_rows, biases, int8_inputs)
+    return cpu.run_experts(x, pointers, offsets, x_rows, biases, int8_inputs)
 
 
 @moe_linear.register_fake

@@ -9,7 +9,7 @@ from typing import Any
 
 from minifloat.checkpoint.schema import Check, exact_fields, list_of, natural, number, or_null, text
 from minifloat.deploy.check.deployment import EngineVerdict
-from minifloat.kernels.product_rate import measure_product_rate
+from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.plan.tensor_plan import Part, QuantizedShare, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import E2M1

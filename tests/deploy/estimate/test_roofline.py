@@ -13,7 +13,7 @@ from minifloat.deploy.estimate.hardware import PLANNED_HARDWARE, get_hardware
 from minifloat.deploy.estimate.roofline import StepCost, bound, experts_read, step_bytes
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.kernels import processors
-from minifloat.kernels.product_rate import measure_product_rate
+from minifloat.kernels.speed import measure_product_rate
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3
 
 

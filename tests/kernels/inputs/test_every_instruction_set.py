@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, Kernels, bits
 
-from minifloat.kernels.inputs import reference
+from minifloat.kernels.inputs import round_inputs
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, block_granularity
 from minifloat.numerics.scheme import ActivationSpec
@@ -72,7 +72,7 @@ def check(
 ) -> torch.Tensor:
     given = None if scale is None else torch.tensor(scale)
     actual = kernels.round_inputs(x, spec, given, threads)
-    assert_same(actual, reference.round_inputs(x, spec, given))
+    assert_same(actual, round_inputs(x, spec, given, impl="reference"))
     return actual
 
 
@@ -190,7 +190,7 @@ def test_the_floating_point_mode_of_the_caller_changes_no_bit(
     x = (inputs(200, 700) * tiny).to(dtype)
     cases: list[tuple[ActivationSpec, torch.Tensor | None]] = [(spec, None) for spec in DYNAMIC.values()]
     cases += [(STATIC, torch.tensor(tiny / 64))]
-    expected = [reference.round_inputs(x, *case) for case in cases]
+    expected = [round_inputs(x, *case, impl="reference") for case in cases]
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     try:
@@ -208,7 +208,7 @@ def test_zero_rows_give_an_empty_result(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("cols", 0), ("rows", -1), ("dtype", 3), ("scaling", 3), ("scaling", 0)])
 def test_the_library_refuses_what_would_leave_its_memory(kernels: Kernels, field: str, value: int) -> None:
-    from minifloat.kernels.native.structs import STRUCTS
+    from minifloat.kernels.native import STRUCTS
 
     args = STRUCTS["round_inputs_args"](
         rows=1, cols=1, block_cols=1, scaling=2, element=STRUCTS["format"](8, 3, -6, E4M3.max)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from kernel_cases import bits
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.kernels import inputs as module
 from minifloat.kernels import native
-from minifloat.kernels.inputs import cpu, reference, round_inputs
+from minifloat.kernels.inputs import round_inputs
 from minifloat.kernels.linear import linear
 from minifloat.kernels.pack import pack
 from minifloat.numerics.formats import E2M1, E4M3, FLOAT32
@@ -23,6 +26,7 @@ SPECS = {
 } | {"tensor": ActivationSpec(E4M3, TENSOR, dynamic=True)}
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 needs_library = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
+reference = functools.partial(round_inputs, impl="reference")
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -37,13 +41,13 @@ def scale_for(spec: ActivationSpec) -> torch.Tensor | None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The inputs that the native library was given."""
     seen: list[torch.Tensor] = []
-    run = cpu.round_inputs
+    run = module._round_native
 
     def spy(x: torch.Tensor, spec: ActivationSpec, scale: torch.Tensor | None) -> torch.Tensor:
         seen.append(x)
         return run(x, spec, scale)
 
-    monkeypatch.setattr(cpu, "round_inputs", spy)
+    monkeypatch.setattr(module, "_round_native", spy)
     return seen
 
 
@@ -56,7 +60,7 @@ def test_any_leading_shape_is_kept(spec: ActivationSpec, shape: tuple[int, ...],
     assert len(calls) == 1
     assert result.dtype == torch.float32
     assert result.is_contiguous()
-    assert torch.equal(result, reference.round_inputs(x, spec, scale))
+    assert torch.equal(result, reference(x, spec, scale))
 
 
 @needs_library
@@ -65,7 +69,7 @@ def test_any_strides_are_read(spec: ActivationSpec) -> None:
     wide = inputs(4, 6, 400)
     for x in (wide.transpose(0, 2), wide[:, ::2, 3:300], wide[..., ::3], wide[:1, :1].expand(4, 5, 400), wide.mT[2]):
         result = round_inputs(x, spec, scale_for(spec), impl="cpu")
-        assert torch.equal(result, reference.round_inputs(x, spec, scale_for(spec)))
+        assert torch.equal(result, reference(x, spec, scale_for(spec)))
 
 
 @needs_library
@@ -73,7 +77,7 @@ def test_any_strides_are_read(spec: ActivationSpec) -> None:
 def test_one_call_of_several_threads_is_the_reference(spec: ActivationSpec) -> None:
     x = inputs(512, 1030).bfloat16()
     result = round_inputs(x, spec, scale_for(spec), impl="cpu")
-    assert torch.equal(bits(result), bits(reference.round_inputs(x, spec, scale_for(spec))))
+    assert torch.equal(bits(result), bits(reference(x, spec, scale_for(spec))))
 
 
 @needs_library
@@ -106,7 +110,7 @@ def test_without_grad_mode_a_parameter_of_scales_does_not_matter(calls: list[tor
 def test_a_compiler_sees_plain_torch(spec: ActivationSpec, calls: list[torch.Tensor]) -> None:
     x, scale = inputs(3, 300), scale_for(spec)
     compiled = torch.compile(lambda x: round_inputs(x, spec, scale), backend="eager")
-    assert torch.equal(compiled(x), reference.round_inputs(x, spec, scale))
+    assert torch.equal(compiled(x), reference(x, spec, scale))
     assert not calls
 
 
@@ -126,9 +130,7 @@ def test_the_named_implementation_says_why_it_cannot_run(x: torch.Tensor) -> Non
 
 def test_other_dtypes_and_devices_go_to_plain_torch(calls: list[torch.Tensor]) -> None:
     x = inputs(2, 130)
-    assert torch.equal(
-        round_inputs(x.double(), SPECS["fp8-block"]), reference.round_inputs(x, SPECS["fp8-block"], None)
-    )
+    assert torch.equal(round_inputs(x.double(), SPECS["fp8-block"]), reference(x, SPECS["fp8-block"], None))
     assert not calls
 
 
@@ -136,7 +138,7 @@ def test_without_the_library_the_named_implementation_says_why(monkeypatch: pyte
     monkeypatch.setattr(native, "load", lambda: None)
     monkeypatch.setattr(native, "why_unavailable", lambda: "not built")
     x = inputs(2, 130)
-    assert torch.equal(round_inputs(x, SPECS["fp8-block"]), reference.round_inputs(x, SPECS["fp8-block"], None))
+    assert torch.equal(round_inputs(x, SPECS["fp8-block"]), reference(x, SPECS["fp8-block"], None))
     with pytest.raises(KernelUnavailable, match="not built"):
         round_inputs(x, SPECS["fp8-block"], impl="cpu")
 
@@ -167,4 +169,4 @@ def test_a_packed_weight_is_multiplied_with_inputs_rounded_here(scheme: str, cal
     x, scale = inputs(5, 200), scale_for(spec)
     result = linear(x, weight, activation=spec, input_scale=scale)
     assert [call.shape for call in calls] == [x.shape]
-    assert torch.equal(result, linear(reference.round_inputs(x, spec, scale), weight))
+    assert torch.equal(result, linear(reference(x, spec, scale), weight))

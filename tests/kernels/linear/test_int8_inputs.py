@@ -28,7 +28,7 @@ from kernel_cases import (
 
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
-from minifloat.kernels.linear import int8_inputs, int8_reference, linear, linear_fused
+from minifloat.kernels.linear import int8, linear, linear_fused
 from minifloat.kernels.pack import pack
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
@@ -248,7 +248,7 @@ def test_one_row_and_packed_bf16_are_not_rounded(kernels: Kernels, kind: str) ->
     x = inputs(100, 200).bfloat16()
     assert not kernels.rounds_inputs(packed, x[:1])
     assert rounds(kernels, kind) == (
-        kernels.library.isa in int8_inputs.ISAS and kind not in ("bf16", "fp8-group-32", "fp8-block-48x96")
+        kernels.library.isa in int8.ISAS and kind not in ("bf16", "fp8-group-32", "fp8-block-48x96")
     )
     for rows in (x[:1], x):
         if not kernels.rounds_inputs(packed, rows):
@@ -283,11 +283,11 @@ def test_the_reference_rounds_like_the_kernel_and_rounding_costs_little(kernels:
         (fused, _) = linear_fused(x, [packed, packed], int8_inputs=True)
         traced = torch.ops.minifloat.linear(x, [packed.data], [], [200], True)
         torch.testing.assert_close(linear(x, packed, impl="reference", int8_inputs=True), expected)
-        if int8_inputs.rounds(packed, 40, torch.float32):
-            assert int8_inputs.why_not(packed) == ""
+        if int8.rounds(packed, 40, torch.float32):
+            assert int8.why_not(packed) == ""
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
         else:
-            assert f"this process uses {kernels.library.isa}" in int8_inputs.why_not(packed)
+            assert f"this process uses {kernels.library.isa}" in int8.why_not(packed)
             assert torch.equal(result, linear(x, packed))
         assert torch.equal(fused, result)
         assert torch.equal(traced, result)
@@ -296,16 +296,16 @@ def test_the_reference_rounds_like_the_kernel_and_rounding_costs_little(kernels:
 def test_the_reference_makes_a_group_with_inf_nan() -> None:
     x = torch.ones(2, 130)
     x[1, 70] = torch.inf
-    rounded = int8_reference.round_inputs(x)
+    rounded = int8.round_inputs(x)
     assert torch.equal(rounded[0], x[0])
     assert rounded[1, 64:128].isnan().all()
     assert rounded[1, :64].isfinite().all()
 
 
 def test_why_not_names_the_weight_s_own_reason() -> None:
-    if native.load() is None or int8_inputs.why_not():
-        pytest.skip(int8_inputs.why_not())
-    assert "bfloat16" in int8_inputs.why_not(pack(torch.zeros(32, 64, dtype=torch.bfloat16)))
+    if native.load() is None or int8.why_not():
+        pytest.skip(int8.why_not())
+    assert "bfloat16" in int8.why_not(pack(torch.zeros(32, 64, dtype=torch.bfloat16)))
 
 
 def test_int8_inputs_exclude_an_activation() -> None:
@@ -327,7 +327,7 @@ def test_a_decoder_rounds_as_its_reference(kernels: Kernels) -> None:
             Session.start(each, impl).run({"a": prompt(20)})["a"]
             for each, impl in ((decoder, "cpu"), (decoder, "reference"), (plain, "cpu"))
         )
-        rounds = int8_inputs.why_not() == ""
+        rounds = int8.why_not() == ""
 
     def distance(one: torch.Tensor, other: torch.Tensor) -> float:
         """The median over tokens: of a few an input lies next to a tie, and rounds the other way."""

@@ -11,8 +11,7 @@ import torch
 
 from minifloat.kernels import native
 from minifloat.kernels.moe import PackedExperts, moe_linear
-from minifloat.kernels.pack import pack
-from minifloat.kernels.pack.weight import allocate
+from minifloat.kernels.pack import allocate, pack
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 

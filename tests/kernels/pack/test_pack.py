@@ -12,9 +12,8 @@ import torch
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels import native
 from minifloat.kernels.linear import linear
-from minifloat.kernels.pack import pack, reference, why_not
+from minifloat.kernels.pack import HUGE_PAGE, pack, reference, why_not
 from minifloat.kernels.pack.layout import BLOCK, ROW, Header
-from minifloat.kernels.pack.weight import HUGE_PAGE
 from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32, GROUP_128
 from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec

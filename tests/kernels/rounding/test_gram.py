@@ -11,7 +11,7 @@ from modes import each_pair
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
-from minifloat.kernels.native.structs import STRUCTS
+from minifloat.kernels.native import STRUCTS
 from minifloat.kernels.rounding import GRAM_DTYPES, gram
 
 _CODES = {torch.bfloat16: 0, torch.float32: 2}

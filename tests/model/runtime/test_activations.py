@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minifloat.checkpoint import Checkpoint
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.errors import KernelUnavailable, UnknownNameError, UsageError
-from minifloat.kernels.linear import int8_inputs, int8_reference
+from minifloat.kernels.linear import int8
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.inputs import INT8_INPUTS, allows_int8
 from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
@@ -25,7 +25,7 @@ from minifloat.quantize.job import quantize_checkpoint
 MakeModel = Callable[..., Path]
 IDS = torch.arange(40)[None]
 CPU = torch.device("cpu")
-needs_kernels = pytest.mark.skipif(bool(int8_inputs.why_not()), reason=int8_inputs.why_not())
+needs_kernels = pytest.mark.skipif(bool(int8.why_not()), reason=int8.why_not())
 
 
 @pytest.fixture(scope="module", params=["fp8", "mxfp4"])
@@ -73,7 +73,7 @@ def test_what_contradicts_int8_is_refused_with_the_reason(llama_folder: Path, qu
 
 
 def test_a_processor_without_kernels_is_named(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_inputs, "why_not", lambda weight=None: "" if weight else "this process uses avx2")
+    monkeypatch.setattr(int8, "why_not", lambda weight=None: "" if weight else "this process uses avx2")
     with pytest.raises(KernelUnavailable, match="activations int8: this process uses avx2"):
         Engine(quantized, EngineOptions(activations="int8"))
     assert allowed(quantized, impl="reference")
@@ -84,8 +84,8 @@ def test_the_reference_rounds_the_inputs_of_every_quantized_weight(quantized: Pa
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             by_hand = nn.Linear(*reversed(module.shape), bias=False)
-            by_hand.weight = nn.Parameter(int8_reference.round_weight(module.quantized))
-            by_hand.register_forward_pre_hook(lambda _, args: (int8_reference.round_inputs(args[0]),))
+            by_hand.weight = nn.Parameter(int8.round_weight(module.quantized))
+            by_hand.register_forward_pre_hook(lambda _, args: (int8.round_inputs(args[0]),))
             model.set_submodule(name, by_hand)
     with torch.no_grad():
         expected = model(IDS).logits
@@ -117,7 +117,7 @@ def test_experts_round_their_inputs(impl: str, make_mixtral: MakeModel, tmp_path
 def test_weights_without_a_kernel_are_named_and_all_of_them_are_an_error(
     quantized: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(int8_inputs, "why_not", lambda weight=None: "it is wide" if weight and wide(weight) else "")
+    monkeypatch.setattr(int8, "why_not", lambda weight=None: "it is wide" if weight and wide(weight) else "")
 
     def wide(weight: Any) -> bool:
         return bool(weight.shape[0] > 64)
@@ -128,7 +128,7 @@ def test_weights_without_a_kernel_are_named_and_all_of_them_are_an_error(
     )
     assert not model.model.layers[0].mlp.gate_proj.int8_inputs
     assert model.model.layers[0].mlp.down_proj.int8_inputs
-    monkeypatch.setattr(int8_inputs, "why_not", lambda weight=None: "it is a weight" if weight else "")
+    monkeypatch.setattr(int8, "why_not", lambda weight=None: "it is a weight" if weight else "")
     with pytest.raises(KernelUnavailable, match="no weight of the model can have inputs in int8: it is a weight"):
         load(quantized, LoadOptions(activations="int8"))
     with pytest.raises(KernelUnavailable, match="no weight of the model can have inputs in int8: it is a weight"):

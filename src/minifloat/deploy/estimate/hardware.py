@@ -14,9 +14,8 @@ from typing import Any
 
 from minifloat.errors import UsageError, lookup
 from minifloat.kernels import processors
-from minifloat.kernels.bandwidth import read_bandwidth
 from minifloat.kernels.memory import total_memory
-from minifloat.kernels.product_rate import measure_product_rate
+from minifloat.kernels.speed import measure_product_rate, read_bandwidth
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 
 _GIGA, _TERA = 10**9, 10**12

@@ -24,7 +24,6 @@ from minifloat.evaluate.bench.figures import CpuTime, EngineFigures, GainsReport
 from minifloat.evaluate.bench.worker import BatchTimings, Worker
 from minifloat.evaluate.bench.workload import BenchOptions, Workload
 from minifloat.kernels import native, processors
-from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
 from minifloat.kernels.memory import available_memory
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 from minifloat.errors import ShapeError, lookup
 from minifloat.kernels.decoder.attention import CacheShape
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
-from minifloat.kernels.pack.weight import allocate
+from minifloat.kernels.pack import allocate
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E4M3
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from minifloat.kernels import native, threads
+from minifloat.kernels.decoder.attention import DeltaNet
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, SequenceStates, elements_per_block
-from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.mlp import Experts
 from minifloat.kernels.decoder.types import Decoder, StepBatch
 from minifloat.kernels.decoder_layout import ACTIVATIONS, ROUTERS, VALUES
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.moe import PackedExperts
-from minifloat.kernels.native.structs import POINTEES, STRUCTS
+from minifloat.kernels.native import POINTEES, STRUCTS
 from minifloat.kernels.pack import PackedWeight
 
 #: Names of ``enum minifloat_step_part``.

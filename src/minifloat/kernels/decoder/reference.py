@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minifloat.kernels.decoder.attention import Attention, Latent
+from minifloat.kernels.decoder.attention import Attention, DeltaNet, Latent
 from minifloat.kernels.decoder.cache import KVCache, SequenceStates
-from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.mlp import Experts, LayerInput, LayerInputs, Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
 from minifloat.kernels.decoder_layout import Activation
-from minifloat.kernels.linear import int8_reference
+from minifloat.kernels.linear import int8
 from minifloat.kernels.pack import PackedWeight
 
 
@@ -265,5 +264,5 @@ def _capped(x: Tensor, cap: float) -> Tensor:
 def _linear(decoder: Decoder, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Multiply and sum in float32 with the unrounded weight, as the kernels do; round the result once."""
     if decoder.int8_inputs:
-        return int8_reference.linear(x, weight.unpack(), bias)
+        return int8.linear(x, weight.unpack(), bias)
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.kernels.decoder.attention import Attention, CacheShape
-from minifloat.kernels.decoder.delta import DeltaNet
+from minifloat.kernels.decoder.attention import Attention, CacheShape, DeltaNet
 from minifloat.kernels.decoder.mlp import Experts, LayerInput, LayerInputs, Mlp
 from minifloat.kernels.decoder.norm import Norm, Rotary, expect, expect_weights
 from minifloat.kernels.decoder_layout import DecoderOptions, LayerOptions
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native.structs import CONSTANTS
+from minifloat.kernels.native import CONSTANTS
 from minifloat.kernels.pack import PackedWeight
 
 #: Tokens of one sequence that share a block of the cache.

@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
-from minifloat.kernels import triton_runtime
-from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.inputs import cpu, reference
-from minifloat.numerics.activation import check_activation, describe_activation
+from minifloat.kernels import native, threads, triton_runtime
+from minifloat.kernels.dtypes import DTYPES, has_kernel
+from minifloat.kernels.native import CONSTANTS, STRUCTS, format_struct
+from minifloat.numerics.activation import (
+    check_activation,
+    dequantize_activation,
+    describe_activation,
+    quantize_activation,
+)
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
 
 __all__ = ["IMPLEMENTATIONS", "quantize_inputs", "round_inputs"]
@@ -29,13 +35,13 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
     if x.ndim == 0:
         raise ShapeError("x", "expected [..., K], got a scalar")
     if impl == "reference":
-        return reference.round_inputs(x, spec, scale)
-    reason = cpu.why_not(x, spec, scale)
+        return _round_in_torch(x, spec, scale)
+    reason = _why_not_native(x, spec, scale)
     if not reason:
-        return cpu.round_inputs(x, spec, scale)
+        return _round_native(x, spec, scale)
     if impl == "cpu":
         raise KernelUnavailable(f"round_inputs(impl='cpu') cannot run: {reason}")
-    return reference.round_inputs(x, spec, scale)
+    return _round_in_torch(x, spec, scale)
 
 
 def quantize_inputs(
@@ -57,7 +63,7 @@ def quantize_inputs(
     if reason and impl == "triton":
         raise KernelUnavailable(f"quantize_inputs(impl='triton') cannot run: {reason}")
     if reason or impl == "reference":
-        codes, grid = reference.quantize_inputs(x, spec, scale, rows)
+        codes, grid = _quantize_in_torch(x, spec, scale, rows)
     else:
         from minifloat.kernels.inputs import triton
 
@@ -78,3 +84,58 @@ def _why_not_triton(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> st
     from minifloat.kernels.inputs import triton
 
     return triton.why_not(spec)
+
+
+def _why_not_native(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
+    """Return why the native library cannot run here or does not take `x` or `spec`; empty if it can."""
+    if spec.scale is not FLOAT32:
+        return f"it computes float32 scales, not {spec.scale.name} scales"
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return f"it takes plain tensors and is not traced, got {type(x).__name__}"
+    if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):
+        return "it has no gradient"
+    if not has_kernel(x):
+        return f"it takes bfloat16, float16 and float32 on the CPU, got {x.dtype} on {x.device}"
+    return "" if native.load() is not None else native.why_unavailable()
+
+
+def _round_native(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
+    library = native.require()
+    y = torch.empty(x.shape, dtype=torch.float32)
+    if y.numel() == 0:
+        return y
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    static_scale = None if scale is None else scale.detach().to("cpu", torch.float32).reshape(())
+    scaling = "GIVEN" if static_scale is not None else "TENSOR" if spec.granularity == TENSOR else "BLOCK"
+    args = STRUCTS["round_inputs_args"](
+        x=rows.data_ptr(),
+        scale=None if static_scale is None else static_scale.data_ptr(),
+        y=y.data_ptr(),
+        rows=rows.shape[0],
+        cols=rows.shape[1],
+        x_stride=rows.stride(0),
+        block_cols=spec.granularity.cols or rows.shape[1],
+        element=format_struct(spec.element),
+        dtype=DTYPES[x.dtype],
+        scaling=CONSTANTS[f"INPUT_{scaling}"],
+        zero_scale=2.0**-FLOAT32.mantissa_bits,
+        threads=threads.count(),
+    )
+    library.call("round_inputs", args)
+    return y
+
+
+def _round_in_torch(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
+    """The reference of the native library."""
+    return dequantize_activation(*quantize_activation(x, spec, scale), spec)
+
+
+def _quantize_in_torch(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    """The reference of the Triton kernel; `rows` is the number of rows of the codes."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
+    codes, grid = quantize_activation(padded, spec, scale)
+    if spec.granularity == TENSOR:
+        return codes, grid[:1, :1]
+    return codes, grid.t().contiguous().t()

@@ -11,9 +11,9 @@ from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorErr
 from minifloat.kernels import native, ops
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import round_inputs
-from minifloat.kernels.linear import cpu, int8_reference, reference, scaled_mm
+from minifloat.kernels.linear import cpu, int8, reference, scaled_mm
+from minifloat.kernels.linear import triton as gpu
 from minifloat.kernels.linear.triton import GpuWeight, why_unavailable
-from minifloat.kernels.linear.triton import op as gpu
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 from minifloat.numerics.activation import can_quantize, describe_activation
 from minifloat.numerics.scheme import ActivationSpec
@@ -45,7 +45,7 @@ def linear(
     if activation is None:
         if impl == "scaled_mm":
             raise KernelUnavailable("linear(impl='scaled_mm') multiplies quantized inputs: give an activation")
-        multiply = int8_reference.linear if int8_inputs else reference.linear
+        multiply = int8.linear if int8_inputs else reference.linear
         return multiply(x, _unpacked(weight), bias)
     spec = weight.spec
     if spec is None or not can_quantize(activation, spec):

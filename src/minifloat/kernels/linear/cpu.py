@@ -10,10 +10,11 @@ from torch import Tensor
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES, has_kernel, unsupported
-from minifloat.kernels.native.structs import STRUCTS, struct_of
-from minifloat.kernels.pack.weight import Pointers
+from minifloat.kernels.native import STRUCTS, struct_of
+from minifloat.kernels.pack import Pointers
 
 _LINEAR = struct_of(STRUCTS["linear_args"])
+_MOE = struct_of(STRUCTS["moe_args"])
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
@@ -89,3 +90,45 @@ def _matrix(x: Tensor) -> Tensor:
     """Return `x` as ``[M, K]`` with contiguous rows, copied only if its strides require it."""
     matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def run_experts(
+    x: Tensor,
+    pointers: Pointers,
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    biases: Tensor | None,
+    int8_inputs: bool = False,
+) -> Tensor:
+    """Compute rows t: row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``."""
+    library = native.require()
+    matrix = x if x.stride(1) == 1 else x.contiguous()
+    rows = pointers.rows[0]
+    y = x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
+    count = pointers.count
+    bias_pointers, bias_dtype = None, 0
+    if biases is not None:
+        step = biases.stride(0) * biases.element_size()
+        first = biases.data_ptr()
+        bias_pointers = (ctypes.c_void_p * count)(*[first + step * expert for expert in range(count)])
+        bias_dtype = DTYPES[biases.dtype]
+    library.call(
+        "moe",
+        _MOE.pack(
+            pointers.address,
+            0 if bias_pointers is None else ctypes.addressof(bias_pointers),
+            offsets.data_ptr(),
+            0 if x_rows is None else x_rows.data_ptr(),
+            matrix.data_ptr(),
+            y.data_ptr(),
+            matrix.stride(0),
+            rows,
+            count,
+            DTYPES[x.dtype],
+            bias_dtype,
+            threads.count(),
+            int8_inputs,
+            False,  # batch_invariant, of decoders
+        ),
+    )
+    return y

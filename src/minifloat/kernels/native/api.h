@@ -1,4 +1,4 @@
-// The C interface of libminifloat_native; structs.py reads the structures and constants from this file.
+// The C interface of libminifloat_native; native/__init__.py reads the structures and constants from this file.
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
 // observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, Gram products, packing,
@@ -330,7 +330,7 @@ struct minifloat_attention {
     const struct minifloat_latent* latent;  // of MINIFLOAT_VALUES_LATENT; else null
 };
 
-// A gated delta rule in the place of attention; kernels/decoder/delta.py describes the arrays.
+// A gated delta rule in the place of attention; kernels/decoder/attention.py describes the arrays.
 struct minifloat_delta {
     struct minifloat_product qkvz, ba, out;
     const float* conv;           // [conv_width, 2 * k_heads * k_dim + v_heads * v_dim], oldest token first

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.kernels import native
-from minifloat.kernels.native.structs import CONSTANTS, STRUCTS, format_struct
+from minifloat.kernels.native import CONSTANTS, STRUCTS, format_struct
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32

@@ -1,7 +1,7 @@
 """How the inputs of quantized weights are quantized: as the checkpoint declares, or in 8 bits where a caller asks.
 
 A module whose inputs cannot be quantized as servers do is computed weight-only, with a warning, so that nobody takes
-the result for one of W8A8. Rounding to int8 on a CPU (`kernels.linear.int8_inputs`) changes results and is off by
+the result for one of W8A8. Rounding to int8 on a CPU (`kernels.linear.int8`) changes results and is off by
 default; FP8 for many rows on a GPU (`linear.PREFILL_ROWS`) is the default where the checkpoint declares it.
 """
 
@@ -22,8 +22,8 @@ from minifloat.errors import (
     UnsupportedTensorError,
     UsageError,
 )
-from minifloat.kernels.linear import int8_inputs
-from minifloat.kernels.linear.int8_reference import GROUP_COLS
+from minifloat.kernels.linear import int8
+from minifloat.kernels.linear.int8 import GROUP_COLS
 from minifloat.model.layouts import Description, StoredWeight
 from minifloat.model.runtime.tensors import listing
 from minifloat.numerics.activation import can_quantize, describe_activation
@@ -53,7 +53,7 @@ def allows_int8(
             "activations int8: the checkpoint declares quantized inputs of its own, which weight_only leaves out "
             "(generate and compare: --weight-only)"
         )
-    reason = "" if impl == "reference" else int8_inputs.why_not()
+    reason = "" if impl == "reference" else int8.why_not()
     if reason:
         raise KernelUnavailable(f"activations int8: {reason}")
     return True

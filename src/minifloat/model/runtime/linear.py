@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels import native
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.linear import int8_inputs, linear, scaled_mm
+from minifloat.kernels.linear import int8, linear, scaled_mm
 from minifloat.kernels.linear import triton as gpu
 from minifloat.kernels.linear.triton import GpuWeight
 from minifloat.kernels.pack import PackedWeight, pack, why_not
@@ -264,7 +264,7 @@ class Packing:
         """Let a weight round its inputs to int8, or note the reason why it cannot."""
         held = weight.held
         if not reason and isinstance(held, PackedWeight):
-            reason = int8_inputs.why_not(held)
+            reason = int8.why_not(held)
         elif not reason and not (isinstance(held, QuantizedTensor) and held.spec.element in (E4M3, E2M1)):
             reason = "they are no floating-point numbers"
         weight.int8_inputs = not reason

@@ -19,8 +19,7 @@ from gpu_compile import A100, B200, H200, L40S, SHAPES, Compiled, compile_dequan
 from modes import each_value, full
 from triton_cases import run_cases
 
-from minifloat.kernels.linear.triton.config import by_arithmetic
-from minifloat.kernels.linear.triton.device import Device
+from minifloat.kernels.linear.triton.config import Device, by_arithmetic
 from minifloat.kernels.linear.triton.layout import GpuForm
 from minifloat.kernels.linear.triton.product import PARTS
 

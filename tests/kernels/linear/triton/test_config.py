@@ -19,6 +19,7 @@ from minifloat.kernels.linear.triton.config import (
     LARGE,
     MAX_SPLIT,
     Config,
+    Device,
     bucket,
     by_arithmetic,
     choose,
@@ -27,7 +28,6 @@ from minifloat.kernels.linear.triton.config import (
     table_path,
     write_table,
 )
-from minifloat.kernels.linear.triton.device import Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor

@@ -14,11 +14,11 @@ import pytest
 import torch
 from kernel_cases import values_of
 
-from minifloat.kernels.linear.triton.fragments import LOWEST, TOP, _join_bytes, _join_nibbles, code_scales
+from minifloat.kernels.linear.triton.layout import LOWEST, TOP, _join_bytes, _join_nibbles, code_scales
 from minifloat.numerics.formats import E2M1, E4M3
 
 pytest.importorskip("triton", reason="triton is not installed")
-from minifloat.kernels.linear.triton import decode
+from minifloat.kernels.linear.triton import kernels
 
 Words = npt.NDArray[np.uint32]
 _OPERATIONS: dict[str, Callable[..., Words]] = {
@@ -78,14 +78,14 @@ def twice(field: int) -> Words:
     return np.uint32(field << 7 | field << 23)
 
 
-ZERO = np.uint32(decode.MINUS_ZERO.value & 0xFFFFFFFF)
+ZERO = np.uint32(kernels.MINUS_ZERO.value & 0xFFFFFFFF)
 
 
-@pytest.mark.parametrize("field", [(decode.E4M3_MULTIPLIER.value & 0xFFFF) >> 7, TOP, TOP - 100, 130])
+@pytest.mark.parametrize("field", [(kernels.E4M3_MULTIPLIER.value & 0xFFFF) >> 7, TOP, TOP - 100, 130])
 def test_every_e4m3_code_in_every_place(field: int) -> None:
     codes = torch.arange(256, dtype=torch.int16)
     places = torch.stack([codes, codes.roll(1), codes.roll(78), codes.roll(200)], dim=-1).view(-1, 2, 2)  # e j
-    first, second = run(decode.FP8_PTX.value, {"$2": words(_join_bytes(places)), "$3": twice(field), "$5": ZERO})
+    first, second = run(kernels.FP8_PTX.value, {"$2": words(_join_bytes(places)), "$3": twice(field), "$5": ZERO})
     expected = values_of(E4M3)[places.long()] * 2.0 ** (field - 127 - 120)
     finite = ~expected.isnan()
     for result, j in ((first, 0), (second, 1)):
@@ -93,7 +93,7 @@ def test_every_e4m3_code_in_every_place(field: int) -> None:
 
 
 def test_the_multiplier_of_e4m3_restores_its_value() -> None:
-    assert np.float64(_halves(np.uint32(decode.E4M3_MULTIPLIER.value))[0]) == 2.0**120
+    assert np.float64(_halves(np.uint32(kernels.E4M3_MULTIPLIER.value))[0]) == 2.0**120
 
 
 def e2m1_places() -> torch.Tensor:
@@ -107,7 +107,7 @@ def e2m1_places() -> torch.Tensor:
 def test_every_e2m1_code_in_every_place(early: int, late: int) -> None:
     places = e2m1_places()
     inputs = {"$4": words(_join_nibbles(places)), "$5": twice(early), "$7": twice(late), "$9": ZERO}
-    results = run(decode.FP4_PTX.value, inputs)
+    results = run(kernels.FP4_PTX.value, inputs)
     exact = values_of(E2M1)[places.long()]
     for index, (s, j) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
         field = late if s else early
@@ -122,6 +122,6 @@ def test_every_e2m1_code_with_every_positive_e4m3_scale() -> None:
     for scale, code in zip(values_of(E4M3)[scales.long()].tolist(), code_scales(scales).tolist(), strict=True):
         factor = np.uint32(code * 0x00100010 + (LOWEST << 7 | LOWEST << 23))  # as the kernel has it
         inputs = {"$4": words(_join_nibbles(places)), "$5": factor, "$7": factor, "$9": ZERO}
-        for index, result in enumerate(run(decode.FP4_PTX.value, inputs)):
+        for index, result in enumerate(run(kernels.FP4_PTX.value, inputs)):
             assert torch.equal(torch.from_numpy(result), exact[:, :, index % 2, index // 2] * scale)
     assert LOWEST << 7 | LOWEST << 23 == 0x75807580

@@ -72,7 +72,7 @@ def test_the_product_matches_float64(kind_and_order: tuple[str, Order], shape: t
 @pytest.mark.parametrize(("kind", "parts"), each_value(["fp8-block-128", "mxfp4"], [1, 2, 3, 4]))
 def test_parts_of_k_are_added_up_in_their_order(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = torch.zeros(64, dtype=torch.int32)
-    monkeypatch.setattr("minifloat.kernels.linear.triton.device.take", lambda *_: counts)
+    monkeypatch.setattr("minifloat.kernels.linear.triton.config.take", lambda *_: counts)
     weight, values = case(kind, 130, 640)
     packed, x = arrange(weight, Order.NARROW), inputs(17, 640)
     first = run(x, packed, split(SMALL, parts))

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from minifloat.kernels.linear.triton import config as configs
-from minifloat.kernels.linear.triton import device as devices
 from minifloat.kernels.linear.triton import kernels
-from minifloat.kernels.linear.triton.config import Config
-from minifloat.kernels.linear.triton.device import Device
+from minifloat.kernels.linear.triton.config import Config, Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, units_per_tile, words_per_tile
 from minifloat.kernels.linear.triton.weight import GpuWeight
 from minifloat.kernels.triton_overlap import launch_options, overlaps
@@ -46,7 +44,7 @@ def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor
     if config.split > 1:
         ctas = grid[0] * grid[1] * grid[2]
         sums = x.new_empty(ctas * config.rows_m * config.rows_n, dtype=torch.float32)
-        counts = devices.take(x.device, grid[0] * grid[1])
+        counts = configs.take(x.device, grid[0] * grid[1])
     kernels.product_kernel[grid](
         x,
         weight.codes,

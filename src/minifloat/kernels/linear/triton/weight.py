@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import NonFiniteError, UnsupportedTensorError
-from minifloat.kernels.linear.triton import fragments
-from minifloat.kernels.linear.triton.device import prepare
-from minifloat.kernels.linear.triton.device import why_not as why_no_device
+from minifloat.kernels.linear.triton import layout
+from minifloat.kernels.linear.triton.config import prepare
+from minifloat.kernels.linear.triton.config import why_not as why_no_device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
@@ -74,15 +74,15 @@ class GpuWeight:
     def unpack(self) -> QuantizedTensor:
         """Return the weight as checkpoints store it, on the same device: the packed codes and scales, bit for bit."""
         rows, cols = self.shape
-        codes = fragments.unpack_elements(self.codes, self.shape, self.form, self.order)
+        codes = layout.unpack_elements(self.codes, self.shape, self.form, self.order)
         scale = self.scale
         if self.factors is not None:
             groups = self.spec.granularity.scale_shape(self.shape)[1]
-            coded = fragments.unpack_factors(self.factors, self.shape, groups)
+            coded = layout.unpack_factors(self.factors, self.shape, groups)
             if scale is None and self.form is GpuForm.NVFP4:
-                scale = fragments.scales_of(coded)
+                scale = layout.scales_of(coded)
             elif scale is None:
-                scale = fragments.powers(coded, fragments.largest_codes(self.row_scale[:rows], self.form))
+                scale = layout.powers(coded, layout.largest_codes(self.row_scale[:rows], self.form))
             elif self.form is GpuForm.NVFP4:
                 codes = _negated(codes, scale, cols)
         elif scale is None:
@@ -146,8 +146,8 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
         weight.spec,
         weight.shape,
         order,
-        fragments.pack_elements(elements, form, order),
-        fragments.padded(row_scale[:, None], 1)[:, 0].contiguous(),
+        layout.pack_elements(elements, form, order),
+        layout.padded(row_scale[:, None], 1)[:, 0].contiguous(),
         factors,
         block_scale,
         stored_scale,
@@ -158,11 +158,11 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
 
 def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: GpuForm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return factors of E8M0 scales, the scales if the factors do not determine them, and the factors of the rows."""
-    coded, largest = fragments.code_powers(elements, weight.scale, weight.spec.element)
-    row_scale = (decode(largest, E8M0).double() * 2.0 ** -fragments.SHIFTS[form]).float()
+    coded, largest = layout.code_powers(elements, weight.scale, weight.spec.element)
+    row_scale = (decode(largest, E8M0).double() * 2.0 ** -layout.SHIFTS[form]).float()
     nan = torch.eq(weight.scale, E8M0.nan_code or 0).any() | (_is_nan(elements).any() & (weight.spec.element is E4M3))
-    is_exact = ~nan & torch.eq(fragments.powers(coded, largest), weight.scale).all()
-    return fragments.pack_factors(coded, form), None if bool(is_exact) else weight.scale, row_scale
+    is_exact = ~nan & torch.eq(layout.powers(coded, largest), weight.scale).all()
+    return layout.pack_factors(coded, form), None if bool(is_exact) else weight.scale, row_scale
 
 
 def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -170,11 +170,11 @@ def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Te
     assert weight.global_scale is not None
     tensor_scale = weight.global_scale.float().reshape(())
     factor = _finite("global_scale", tensor_scale.reciprocal() if weight.global_divides else tensor_scale)
-    coded = fragments.code_scales(weight.scale)
+    coded = layout.code_scales(weight.scale)
     cols = weight.shape[1]
     usual = (weight.scale > 0) & (weight.scale < _SIGN) & ~_is_nan(weight.scale)
-    rows = (factor * 2.0 ** -fragments.SHIFTS[GpuForm.NVFP4]).expand(weight.shape[0]).clone()
-    packed = fragments.pack_factors(coded, GpuForm.NVFP4)
+    rows = (factor * 2.0 ** -layout.SHIFTS[GpuForm.NVFP4]).expand(weight.shape[0]).clone()
+    packed = layout.pack_factors(coded, GpuForm.NVFP4)
     if bool(usual.all()):
         return elements, packed, None, rows
     zero = _spread((weight.scale & (_SIGN - 1)) == 0, cols)
@@ -188,7 +188,7 @@ def _negated(elements: Tensor, scale: Tensor, cols: int) -> Tensor:
 
 
 def _spread(groups: Tensor, cols: int) -> Tensor:
-    return groups.repeat_interleave(fragments.GROUP_COLS[GpuForm.NVFP4], dim=1)[:, :cols]
+    return groups.repeat_interleave(layout.GROUP_COLS[GpuForm.NVFP4], dim=1)[:, :cols]
 
 
 def _is_nan(codes: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.kernels import native
-from minifloat.kernels.native import IMPLEMENTATIONS
-from minifloat.kernels.rounding import cpu, reference
+from minifloat.kernels import native, threads
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.native import IMPLEMENTATIONS, STRUCTS, format_struct
+from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import ElementFormat
 
 __all__ = ["GRAM_DTYPES", "IMPLEMENTATIONS", "gram", "round_with_feedback"]
@@ -30,8 +31,8 @@ def round_with_feedback(
     _check_contiguous("groups", groups)
     _check_feedback_shapes(weight, scales, groups, feedback)
     if native.runs("round_with_feedback", impl):
-        return cpu.round_with_feedback(weight, scales, groups, feedback, element)
-    return reference.round_with_feedback(weight, scales, groups, feedback, element)
+        return _round_native(weight, scales, groups, feedback, element)
+    return _round_in_torch(weight, scales, groups, feedback, element)
 
 
 def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
@@ -45,9 +46,9 @@ def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
         raise ShapeError("out", f"expected [{x.shape[1]}, {y.shape[1]}], got {list(out.shape)}")
     same = x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
     if native.runs("gram", impl):
-        cpu.gram(x, y, out, same)
+        _gram_native(x, y, out, same)
     else:
-        reference.gram(x, y, out, same)
+        _gram_in_torch(x, y, out, same)
 
 
 def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -84,3 +85,59 @@ def _check_feedback_shapes(weight: Tensor, scales: Tensor, groups: Tensor, feedb
         low, high = (int(bound) for bound in groups.aminmax())
         if low < 0 or high >= scales.shape[1]:
             raise ShapeError("groups", f"groups {low} to {high} of the {scales.shape[1]} columns of scales")
+
+
+def _round_native(weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat) -> Tensor:
+    library = native.require()
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    args = STRUCTS["round_with_feedback_args"](
+        weight=weight.data_ptr(),
+        scales=scales.data_ptr(),
+        group_of=groups.data_ptr(),
+        feedback=feedback.data_ptr(),
+        codes=codes.data_ptr(),
+        rows=weight.shape[0],
+        cols=weight.shape[1],
+        groups=scales.shape[1],
+        element=format_struct(element),
+        threads=threads.count(),
+    )
+    library.call("round_with_feedback", args)
+    return codes
+
+
+def _gram_native(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
+    """With `same` the memory of `y` is that of `x`."""
+    args = STRUCTS["gram_args"](
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        out=out.data_ptr(),
+        rows=x.shape[0],
+        x_cols=x.shape[1],
+        y_cols=y.shape[1],
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        dtype=DTYPES[x.dtype],
+        symmetric=same,
+        threads=threads.count(),
+    )
+    native.require().call("gram", args)
+
+
+def _round_in_torch(weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat) -> Tensor:
+    """The reference of the native library."""
+    work = weight.clone()
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    for j, group in enumerate(groups.tolist()):
+        scale = scales[:, group]
+        codes[:, j] = encode(work[:, j] / scale, element)
+        error = weight[:, j] - decode(codes[:, j], element) * scale
+        # The product is a tensor of its own: torch.addr and the like may fuse it with the addition.
+        work[:, j + 1 :] += error[:, None] * feedback[j, j + 1 :]
+    return codes
+
+
+def _gram_in_torch(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
+    """The reference of the native library."""
+    product = x.float().T @ y.float()
+    out += product.triu() + product.triu(1).T if same else product

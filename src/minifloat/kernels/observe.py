@@ -14,13 +14,12 @@ from torch import Tensor
 
 from minifloat.errors import UnsupportedTensorError
 from minifloat.kernels import native
-from minifloat.kernels.native import IMPLEMENTATIONS
-from minifloat.kernels.observe import cpu, reference
-from minifloat.numerics.histogram import BINS
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.native import IMPLEMENTATIONS, STRUCTS
+from minifloat.numerics.histogram import BINS, count_magnitudes
 
 __all__ = ["DTYPES", "IMPLEMENTATIONS", "observe"]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Minimum elements per thread: a few hundred microseconds of work, for which waking a thread pays off.
 _SHARE_AMAX = 1 << 20
@@ -36,12 +35,12 @@ def observe(
     if x.numel() == 0:
         return 0.0, 0
     if not runs_native:
-        return reference.observe(x, histogram)
+        return _observe_in_torch(x, histogram)
     flat = x.detach().view(-1)
     share = _SHARE_AMAX if histogram is None else _SHARE_HISTOGRAM
     parts = min(threads or torch.get_num_threads(), max(flat.numel() // share, 1))
     if parts == 1:
-        return cpu.observe(flat, histogram)
+        return _observe_native(flat, histogram)
     return _observe_parts(flat.tensor_split(parts), histogram)
 
 
@@ -49,9 +48,10 @@ def _observe_parts(parts: Sequence[Tensor], histogram: npt.NDArray[np.int64] | N
     """Measure the first part in this thread and each of the others in a thread of the pool."""
     counts = [None if histogram is None else np.zeros_like(histogram) for _ in parts]
     running: list[Future[tuple[float, int]]] = [
-        _pool(os.getpid()).submit(cpu.observe, part, count) for part, count in zip(parts[1:], counts[1:], strict=True)
+        _pool(os.getpid()).submit(_observe_native, part, count)
+        for part, count in zip(parts[1:], counts[1:], strict=True)
     ]
-    results = [cpu.observe(parts[0], counts[0]), *(future.result() for future in running)]
+    results = [_observe_native(parts[0], counts[0]), *(future.result() for future in running)]
     for count in counts:
         if histogram is not None and count is not None:
             histogram += count
@@ -73,3 +73,28 @@ def _check(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> None:
         return
     if histogram.shape != (BINS,) or histogram.dtype != np.int64 or not histogram.flags.c_contiguous:
         raise ValueError(f"histogram must be contiguous int64 [{BINS}], got {histogram.dtype} {histogram.shape}")
+
+
+def _observe_native(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
+    """Measure `x`, which is not empty, in the calling thread."""
+    library = native.require()
+    data, count, dtype = x.data_ptr(), x.numel(), DTYPES[x.dtype]
+    args = STRUCTS["amax_args"](data=data, count=count, dtype=dtype)
+    library.call("amax", args)
+    if histogram is not None:
+        library.call(
+            "histogram", STRUCTS["histogram_args"](data=data, count=count, dtype=dtype, bins=histogram.ctypes.data)
+        )
+    return args.amax, args.nonfinite
+
+
+def _observe_in_torch(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
+    """The reference of the native library; `x` is not empty."""
+    if histogram is not None:
+        histogram += count_magnitudes(x.detach().float().numpy())
+    # Over the last dimension first: torch's reduction of everything at once is many times slower in 16 bits.
+    amax = float(x.abs().amax(-1).amax())
+    if np.isfinite(amax):
+        return amax, 0
+    finite = x.isfinite()
+    return float(x.where(finite, 0.0).abs().amax()), int(x.numel() - finite.sum())

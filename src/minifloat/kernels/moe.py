@@ -10,9 +10,8 @@ from torch import Tensor
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, ops
 from minifloat.kernels.dtypes import has_kernel, unsupported
-from minifloat.kernels.moe import cpu, reference
-from minifloat.kernels.pack import PackedWeight
-from minifloat.kernels.pack.weight import PackedExperts
+from minifloat.kernels.linear import cpu, int8, reference
+from minifloat.kernels.pack import PackedExperts, PackedWeight
 
 __all__ = ["IMPLEMENTATIONS", "PackedExperts", "moe_linear", "sort_by_expert"]
 
@@ -38,9 +37,9 @@ def moe_linear(
     if eager:  # while torch traces there are no values; the op checks them when it runs
         ops.check_groups(offsets, x_rows, len(experts), x.shape[0])
     if not _runs_native(impl):
-        return reference.moe_linear(x, experts, offsets, x_rows, biases, int8_inputs)
+        return _multiply_in_torch(x, experts, offsets, x_rows, biases, int8_inputs)
     if eager:
-        return cpu.run(x, experts.pointers, offsets, x_rows, biases, int8_inputs)
+        return cpu.run_experts(x, experts.pointers, offsets, x_rows, biases, int8_inputs)
     data = [weight.data for weight in experts]
     y: Tensor = torch.ops.minifloat.moe_linear(x, data, offsets, x_rows, biases, experts.shape[0], int8_inputs)
     return y
@@ -88,3 +87,23 @@ def _check(x: Tensor, experts: PackedExperts, biases: Tensor | None) -> None:
         raise ShapeError("biases", f"expected [{len(experts)}, {rows}] with contiguous rows, got {list(biases.shape)}")
     if not has_kernel(biases):
         raise unsupported("biases", biases)
+
+
+def _multiply_in_torch(
+    x: Tensor,
+    experts: Sequence[PackedWeight],
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    biases: Tensor | None,
+    int8_inputs: bool = False,
+) -> Tensor:
+    """The reference of the native library: one linear per expert that has tokens."""
+    bounds = offsets.tolist()
+    linear = int8.linear if int8_inputs else reference.linear
+    parts = [x.new_empty(0, experts[0].shape[0])]
+    for expert, weight in enumerate(experts):
+        rows = slice(bounds[expert], bounds[expert + 1])
+        if rows.start < rows.stop:
+            tokens = x[rows] if x_rows is None else x[x_rows[rows]]
+            parts.append(linear(tokens, weight.unpack(), None if biases is None else biases[expert]))
+    return torch.cat(parts)
