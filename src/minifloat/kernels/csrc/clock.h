@@ -1,5 +1,4 @@
-// Time, for the profile of a step. Files that are compiled per instruction set include only this declaration: the
-// definition needs a standard header, which they must not include (see vec.h).
+// Time, for the profile of a step.
 #pragma once
 
 #include <stdint.h>

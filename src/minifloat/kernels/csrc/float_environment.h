@@ -1,5 +1,4 @@
-// Sets the floating-point environment of IEEE 754, whatever the calling thread has set. Files that are compiled per
-// instruction set must not include it, because it includes a standard header (see vec.h).
+// Sets the floating-point environment of IEEE 754, whatever the calling thread has set.
 #pragma once
 
 #include <cfenv>

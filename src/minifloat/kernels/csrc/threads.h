@@ -1,6 +1,4 @@
 // Distributes work to the threads of OpenMP; torch computes with the same threads if it uses the same runtime.
-//
-// Only threads.cpp uses OpenMP; the kernels, compiled once per instruction set, include only this header.
 #pragma once
 
 #include <stdint.h>

@@ -1,8 +1,6 @@
-// Vectors as wide as the instruction set of this object file allows, by the compiler's vector extensions.
-//
-// The same source is compiled once per instruction set. Everything lives in a namespace named after it, and no
-// standard C++ header is included: a function template that two object files share would be merged by the linker,
-// and code for one processor would run on another.
+// Vectors as wide as the instruction set of this object file allows, by the compiler's vector extensions. The same
+// source is compiled once per instruction set, in a namespace named after it, and includes no standard C++ header: a
+// template that two object files share would be merged by the linker, and code for one processor would run on another.
 #pragma once
 
 #include <stdint.h>

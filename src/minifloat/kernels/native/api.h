@@ -1,8 +1,6 @@
-// The C interface of libminifloat_native; native/__init__.py reads the structures and constants from this file.
-//
-// Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, Gram products, packing,
-// multiplying and steps share out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
+// The C interface of libminifloat_native; native/__init__.py reads the structures and constants from this file. Every
+// call is a pure function of its arguments, so any number of threads may call at once; Python validates the arguments,
+// and the checks here only guard memory.
 #pragma once
 
 #include <stdint.h>
@@ -27,8 +25,8 @@ enum minifloat_status {
 // Little-endian source elements.
 enum minifloat_dtype { MINIFLOAT_BF16 = 0, MINIFLOAT_F16 = 1, MINIFLOAT_F32 = 2 };
 
-// How the amax of a block becomes its scale; the semantics are those of minifloat/numerics/scale_rules.py
-// and scale_search.py.
+// How the amax of a block becomes its scale; the semantics are those of minifloat/numerics/scale_rules.py and
+// scale_search.py.
 enum minifloat_scaling {
     MINIFLOAT_SCALE_FLOAT32 = 0,  // amax / element.max
     MINIFLOAT_SCALE_CODED = 1,    // divisor * (amax / element.max), rounded to `scale` (NVFP4)
@@ -357,8 +355,8 @@ struct minifloat_layer_input {
     struct minifloat_activation activation;  // gated
 };
 
-// What each layer reads of a token besides the residual stream: `size` numbers,
-// (norm(projection(embedding of the token)) + row of the token in `table` * table_factor) * factor.
+// What each layer reads of a token besides the residual stream: `size` numbers, (norm(projection(embedding of the
+// token)) + row of the token in `table` * table_factor) * factor.
 struct minifloat_layer_inputs {
     struct minifloat_product projection;  // [layers * size, hidden]
     struct minifloat_norm norm;           // of the `size` numbers of a layer
@@ -433,8 +431,8 @@ MINIFLOAT_API int32_t minifloat_abi_version(void);
 MINIFLOAT_API int32_t minifloat_isa_count(void);
 MINIFLOAT_API const char* minifloat_isa_name(int32_t isa);
 MINIFLOAT_API int32_t minifloat_isa_supported(int32_t isa);
-// The instruction set that batch-invariant calls for `isa` run with: that one or, as tiles (AMX) have an order of sums of
-// their own, a slower one.
+// The instruction set that batch-invariant calls for `isa` run with: that one or, as tiles (AMX) have an order of sums
+// of their own, a slower one.
 MINIFLOAT_API int32_t minifloat_invariant_isa(int32_t isa);
 
 MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args);

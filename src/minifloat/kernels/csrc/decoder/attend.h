@@ -1,10 +1,5 @@
-// Softmax attention of a tile: some queries of one key-value head over a range of blocks.
-//
-// Rows of a tile are pairs of token and query head, in the order of tokens, so that one reading of keys and values
-// serves a group of heads, or several tokens, or both. Blocks are processed in chunks: scores of a chunk, then their
-// exponentials relative to the largest score so far, then the values. Values of keys that every row sees are added for
-// all rows at once. Values of other keys are added only to the rows that see them: memory behind the last token, or a
-// token that a row must not see, may hold NaN, and zero times NaN is NaN.
+// Softmax attention of a tile: some queries of one key-value head over a range of blocks. Values of keys that not every
+// row sees are added only to the rows that do: other memory may hold NaN, and zero times NaN is NaN.
 #pragma once
 
 #include "attend_amx.h"

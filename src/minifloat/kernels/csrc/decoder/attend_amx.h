@@ -1,7 +1,4 @@
 // The two products of attention by AMX, for a bfloat16 cache and queries that are exact in bfloat16.
-//
-// Blocks have the layout of the second operand of TDPBF16PS. Weights are split into two bf16 that hold 16 bits of them,
-// so that the result is as exact as its dtype requires, and more exact than with weights rounded to bf16.
 #pragma once
 
 #include "../linear/amx.h"

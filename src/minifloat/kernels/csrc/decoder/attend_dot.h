@@ -1,9 +1,5 @@
-// The two products of attention by VDPBF16PS, for a bfloat16 cache and queries that are exact in bfloat16.
-//
-// The instruction multiplies a pair of bf16, broadcast, with the same pair of 16 keys (for scores) or of 16 columns (for
-// values); blocks hold such pairs next to each other. Weights are split into two bf16 that hold 16 bits of them, as for
-// AMX (attend_amx.h). Factors and sums below 2^-126 count as zero (linear/bf16_dot.h): scores and weights that small do
-// not show in a result that is rounded to bf16.
+// The two products of attention by VDPBF16PS, for a bfloat16 cache and queries that are exact in bfloat16. Weights are
+// split into two bf16 that hold 16 bits of them.
 #pragma once
 
 #include "../linear/avx512.h"

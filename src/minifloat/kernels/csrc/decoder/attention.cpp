@@ -1,9 +1,6 @@
-// Cuts the attention of a step into tiles (attend.h) and distributes them to the threads.
-//
-// The keys are cut into ranges of kRangeBlocks, each summed by itself and then merged in order. If a sequence has one tile
-// of rows per key-value head, as in decoding, the ranges are work of their own, so that one long context keeps all threads
-// busy. The cuts depend on the positions of keys alone: the bits of a result depend neither on the number of threads, nor
-// on the rest of the batch, nor on how many tokens of the sequence the step has (with AMX tiles: on the last).
+// Cuts the attention of a step into tiles (attend.h) and distributes them to the threads. The cuts depend on the
+// positions of keys alone: the bits depend neither on the number of threads, nor on the rest of the batch, nor on how
+// many tokens of the sequence the step has (with AMX tiles: on the last).
 #include "attention.h"
 
 #include "../threads.h"

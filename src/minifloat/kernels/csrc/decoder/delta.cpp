@@ -1,8 +1,5 @@
-// The gated delta rule, token by token. A thread takes one key head of one sequence, with the value heads that share it.
-//
-// A step passes over the state of a head by columns: a range of columns is read, used and written for all tokens of a
-// piece before the next range, so that it stays in the first cache. Decoding reads and writes every number of the state
-// once, which is what it costs.
+// The gated delta rule, token by token. A range of columns of a state is read, used and written for all tokens of a
+// piece before the next range, so that it stays in the first cache.
 #include "delta.h"
 
 #include "../threads.h"

@@ -17,8 +17,7 @@ inline int64_t delta_results(const minifloat_delta& d) { return static_cast<int6
 inline int64_t delta_inputs(const minifloat_delta& d) { return delta_channels(d) + delta_results(d); }
 inline int64_t delta_gates(const minifloat_delta& d) { return 2 * static_cast<int64_t>(d.v_heads); }
 
-// From the rows of both products (of the decoder's dtype): out [T, v_heads * v_dim] of the same dtype. Reads and writes
-// the states of the sequences; that of a sequence whose first token is at position 0 begins as zeros.
+// From the rows of both products (of the decoder's dtype): out [T, v_heads * v_dim] of the same dtype.
 int32_t delta_all(const minifloat_step_args& a, const minifloat_delta& delta, const uint8_t* qkvz, const uint8_t* ba,
                   uint8_t* out);
 

@@ -1,5 +1,4 @@
-// Routing to experts. The router is small compared with the experts, but it is float32 and read completely for every
-// token, so several tokens share one reading.
+// Routing to experts.
 #include "experts.h"
 
 #include "../threads.h"

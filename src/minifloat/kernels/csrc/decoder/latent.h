@@ -1,5 +1,5 @@
-// Latent attention before and after attention itself (kernels/decoder/attention.py): one key of all heads for each token,
-// and queries that the matrices of keys have been multiplied into.
+// Latent attention before and after attention itself (kernels/decoder/attention.py): one key of all heads for each
+// token, and queries that the matrices of keys have been multiplied into.
 #pragma once
 
 #include "cache.h"

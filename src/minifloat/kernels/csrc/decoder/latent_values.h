@@ -1,7 +1,4 @@
 // The values of a block of a latent cache: the first dimensions of its keys, brought into the order of values.
-//
-// Blocks hold a latent once, as keys: the same dimension of all tokens is one vector. The product with weights reads
-// whole tokens. Exchanging rows and columns of a block costs an eighth of the products of 16 queries with it.
 #pragma once
 
 #include "../linear/convert.h"

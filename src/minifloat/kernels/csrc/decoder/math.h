@@ -5,10 +5,8 @@
 
 namespace MINIFLOAT_ISA {
 
-// Within 2 units in the last place. 0 below the logarithm of the smallest normal number, NaN for NaN; never Inf: above
-// the logarithm of the largest number it stays about there.
-//
-// x = n log 2 + r with n an integer, |r| <= log(2) / 2: the series of r, then n into the exponent.
+// Within 2 units in the last place. 0 below the logarithm of the smallest normal number; never Inf. x = n log 2 + r:
+// the series of r, then n into the exponent.
 inline F32 exp(F32 x) {
     constexpr float kLowest = -87.33654f, kHighest = 88.37f;
     constexpr float kLog2e = 1.44269504f;

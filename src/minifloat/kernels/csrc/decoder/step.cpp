@@ -1,8 +1,4 @@
 // One step of a decoder: embedding, layers, logits, and the order of all operations between the linears.
-//
-// The residual stream is float32; inputs and outputs of linears have the decoder's dtype. In the last layer only the
-// rows whose logits are requested go on after attention. With few tokens, the operations between linears run on the
-// calling thread, which is faster than waking the others.
 #include "step.h"
 
 #include "../clock.h"
@@ -355,8 +351,8 @@ class Step {
         multiply(moe, args, x, cols, y, y_cols);
     }
 
-    // Keeps the rows whose logits are requested in the residual stream, and in the input of the MLP if that is the input
-    // of attention; returns these rows of the results of attention.
+    // Keeps the rows whose logits are requested in the residual stream, and in the input of the MLP if that is the
+    // input of attention; returns these rows of the results of attention.
     const uint8_t* keep_rows_of_logits(int64_t heads, bool with_input) {
         const int64_t row_bytes = heads * dtype_bytes(d_.dtype), input_bytes = d_.hidden * dtype_bytes(d_.dtype);
         for (int64_t i = 0; i < a_.logit_count; ++i) {

@@ -1,9 +1,5 @@
-// Shared by the AMX paths: the shape of tiles, and storing of tiles into y.
-//
-// Products of a tile of x (rows x 32 columns, bf16) and a tile of W (32 columns x 16 rows, pairs of columns together)
-// are summed in float32 tiles. TDPBF16PS has no subnormal numbers: bf16 inputs and sums below 2^-126 count as zero.
-//
-// Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter AMX.
+// Shared by the AMX paths: the shape of tiles, and storing of tiles into y. TDPBF16PS has no subnormal numbers: bf16
+// inputs and sums below 2^-126 count as zero.
 #pragma once
 
 #include "bf16_x.h"
@@ -47,9 +43,7 @@ inline TileShapes linear_tiles(int rows) {
     return shapes;
 }
 
-// The division of the rows of x. All tiles have the same number of rows, because the time of a product is proportional
-// to the rows of its tile of x. Tiles form pairs (up to 16 rows: a single tile), because two tiles of x and two tiles of
-// W give four products.
+// The division of the rows of x.
 inline Tiling tiling(int64_t m, int32_t x_dtype) {
     Tiling t;
     t.tiles = m <= kTileRows ? 1 : 2;
@@ -83,9 +77,8 @@ inline void store_rows(const Weight& w, const Output& y, int64_t m, const Tiling
     }
 }
 
-// Stores the columns of y of panels first .. last - 1, one row of y after the other. Panel after panel would write one
-// cache line of each row, each in another page. `sums` are those of the first panel,
-// [tile of x][tile of W][16 rows][16]; the sums of the next panel follow after `panel_floats`.
+// Stores the columns of y of panels first .. last - 1, one row of y after the other. `sums` are those of the first
+// panel, [tile of x][tile of W][16 rows][16]; those of the next follow after `panel_floats`.
 inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
                          int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {
     const auto store = [&](auto row) {

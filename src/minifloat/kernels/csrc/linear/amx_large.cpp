@@ -1,9 +1,4 @@
-// AMX for more than 32 rows of x. A chunk of a panel (32 rows of W, some hundred columns) is decoded into the L1 cache
-// while the previous chunk is multiplied with all rows of x; the sums and the columns of x that belong to the chunk are
-// in the L2 cache.
-//
-// Panels are processed in groups: for each chunk of columns all panels of the group, so that x is read from beyond L2
-// only once per group. Rows of x that do not fit L2 form another block, for which W is decoded again.
+// AMX for more than 32 rows of x.
 #include "../threads.h"
 #include "amx.h"
 #include "bf16_tiles.h"
@@ -19,8 +14,7 @@ constexpr int kPairFloats = 4 * kTileFloats;
 // Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
 constexpr int64_t kScratchBytes = 2 << 20;
 
-// Steps of a chunk: 32 KiB of bf16, two thirds of the L1 cache, which x bypasses. With few rows of x the chunk that is
-// being decoded would evict the chunk that is being multiplied.
+// Steps of a chunk: 32 KiB of bf16, two thirds of the L1 cache, which x bypasses.
 inline int64_t chunk_steps(const Tiling& t) { return t.pairs > 2 ? 8 : 4; }
 
 // Rows of x as blocks of pairs of tiles.
@@ -211,8 +205,7 @@ class Product {
         }
     }
 
-    // Multiplies the parts of the chunk that belong to each block of columns, one after the other. The sums of a block
-    // are scaled and added a tile at a time between the products of the next block, so that both overlap.
+    // Multiplies the parts of the chunk that belong to each block of columns, one after the other.
     void multiply_blocks(const Place& at, int64_t units, const uint8_t* x, const uint8_t* tiles, float* sums,
                          Decoder<Format>& ahead, int64_t keep) {
         const int64_t block_units = w_.block_cols / kHalfCols, origin = at.chunk * chunk_steps_ * 2;

@@ -20,8 +20,7 @@ inline void zero_sums() {
     _tile_zero(3);
 }
 
-// Stores the tiles of sums. Two tiles of x have four tiles of sums. One tile of x has two for each half of a step, so
-// that a product need not wait for the product before it; `kSplit`: both halves were used, and their sums are added.
+// Stores the tiles of sums. `kSplit`: both halves of a step have sums of their own, which are added.
 template <bool kTwo, bool kSplit>
 inline void take_sums(const Tiling& t, float* out) {
     alignas(64) float second_half[kSplit ? 2 * kTileFloats : kTileRows];
@@ -37,8 +36,8 @@ inline void take_sums(const Tiling& t, float* out) {
             _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(second_half + i)));
 }
 
-// Multiplies one unit, 32 columns of x, with two tiles of W. The tiles of x and their planes follow each other. With
-// one tile of x, the sums are added to tiles 2 and 3 instead of 0 and 1 if `kOther`.
+// Multiplies one unit, 32 columns of x, with two tiles of W. With one tile of x, the sums are added to tiles 2 and 3
+// instead of 0 and 1 if `kOther`.
 template <bool kTwo, bool kOther>
 inline const uint8_t* multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tiles) {
     const int tile_bytes = t.rows * kVectorBytes;

@@ -1,13 +1,6 @@
-// The order of products of the AVX512_BF16 paths for more rows of x than bf16_small.cpp takes. For each chunk of a panel
-// (32 rows of W, some hundred columns) all tiles of x are multiplied. Their sums are in the L2 cache, and so are the
-// columns of x that belong to a chunk. The next chunk is prefetched meanwhile.
-//
-// For each chunk of columns all panels of a call are processed, so that x is read from beyond L2 only once per call; the
-// columns that the next chunks need are prefetched meanwhile. Rows of x that do not fit L2 form another block. With few
-// rows, panels are processed one after the other, in the order of memory.
-//
-// Sums of a chunk go on where those of the chunk before ended, in one chain of dot products: the order is that of
-// bf16_small.cpp's batch-invariant path. Where blocks of columns have scales, sums of a chunk are scaled, then added.
+// The order of products of the AVX512_BF16 paths for more rows of x than bf16_small.cpp takes. Sums of a chunk go on
+// where those of the chunk before ended, in one chain of dot products: the order of bf16_small.cpp's batch-invariant
+// path.
 #pragma once
 
 #include "../threads.h"
@@ -174,8 +167,8 @@ class Product {
         return count;
     }
 
-    // Extends units to the next block of columns, if the ratio of their scales costs no accuracy: sums are then in memory
-    // half as often.
+    // Extends units to the next block of columns, if the ratio of their scales costs no accuracy: sums are then in
+    // memory half as often.
     void join(int64_t p, int64_t units, int64_t origin, Units& part) const {
         constexpr float kMostRatio = 256.0f;
         const int64_t block_units = w_.block_cols / kHalfCols, group = (origin + part.end) / block_units;

@@ -1,8 +1,6 @@
 // Shared by the AVX512_BF16 paths: the division of x into tiles of rows, and products of weights that are decoded in
-// registers.
-//
-// VDPBF16PS multiplies a pair of columns of x, broadcast, with the same pair of 16 rows of W and adds both products to
-// 16 sums. It rounds to nearest even and has no subnormal numbers: bf16 inputs and sums below 2^-126 count as zero.
+// registers. VDPBF16PS rounds to nearest even and has no subnormal numbers: bf16 inputs and sums below 2^-126 count as
+// zero.
 #pragma once
 
 #include "bf16_x.h"

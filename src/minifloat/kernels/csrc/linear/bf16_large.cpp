@@ -1,6 +1,4 @@
-// AVX512_BF16 for many rows of x: tiles of 12 rows and two vectors of W. A chunk of a panel is decoded while the first tile
-// is multiplied with it, and kept in the caches for the other tiles. (Decoding it before the first tile is slower: then
-// nothing runs beside the stores.)
+// AVX512_BF16 for many rows of x: tiles of 12 rows and two vectors of W.
 #include "bf16_chunks.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

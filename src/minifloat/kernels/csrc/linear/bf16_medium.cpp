@@ -1,9 +1,5 @@
-// AVX512_BF16 for more rows of x than bf16_small.cpp takes, and not yet many: tiles of 24 rows and one vector of W, which
-// is decoded in registers for each tile.
-//
-// A dot product with a broadcast operand in memory takes no more time than one in registers, and so do the instructions
-// that decode, because they run beside it; storing a decoded vector takes the time of 1.25 dot products (Zen 4). So a
-// tall tile is faster than two wide ones of which the first keeps what it decodes.
+// AVX512_BF16 for more rows of x than bf16_small.cpp takes, and not yet many: tiles of 24 rows and one vector of W,
+// which is decoded in registers for each tile.
 #include "bf16_chunks.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

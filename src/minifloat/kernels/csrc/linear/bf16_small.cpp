@@ -1,8 +1,6 @@
-// AVX512_BF16 for up to kDotRows rows of x: weights are decoded in registers, and the sums of a panel stay in registers from
-// its first column to its last.
-//
-// The batch-invariant path is the same with one chain of sums for every number of rows. More rows than kDotRows are
-// several tiles, and each decodes the weights again, which are in the caches then.
+// AVX512_BF16 for up to kDotRows rows of x: weights are decoded in registers, and the sums of a panel stay in registers
+// from its first column to its last. The batch-invariant path is the same with one chain of sums for every number of
+// rows.
 #include "bf16_dot.h"
 #include "bf16_tiles.h"
 

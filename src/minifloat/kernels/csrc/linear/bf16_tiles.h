@@ -1,14 +1,8 @@
-// Decodes steps of packed weights to bf16 tiles, one class per format. A tile is half a step wide and half a panel
-// high; the four tiles of a step are decoded separately, so that decoding can be interleaved with products.
-//
-// tile() decodes a tile to memory; prefetch(p) is called for every line that is read, to prefetch a later line. vector()
-// decodes a vector of tile `tile` of a half step in registers, for kRows rows of x: kPairs pairs of columns of 16 rows.
-// pairs() decodes a vector of both tiles.
-// Vectors of a half step that share inline scales form a group; scales() reads the scales of a group.
-//
-// Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
-// add none, and bf16 has 8. All results are normal numbers of bf16, as tiles require; if a format is multiplied by a
-// power of two for this, its kFactor reverts it.
+// Decodes steps of packed weights to bf16 tiles, one class per format. tile() decodes a tile, half a step wide and half
+// a panel high, to memory; prefetch(p) is called for every line that is read. vector() decodes in registers for kRows
+// rows of x: kPairs pairs of columns of 16 rows; pairs() does so for both tiles; scales() reads the scales of a group
+// of vectors. All is exact: elements have at most 4 significant bits, their products with a scale in E4M3 at most 6,
+// and bf16 has 8; where a format is multiplied by a power of two to be normal, its kFactor reverts it.
 #pragma once
 
 #include "avx512.h"
@@ -64,9 +58,7 @@ inline void take_pairs(const uint8_t* p, __m512i (&out)[4], const Value& value) 
     out[3] = value(_mm512_srli_epi16(codes, 12));
 }
 
-// With this many rows of x, decoding pays for instructions that run beside dot products. On Zen 4 those are additions,
-// logic, minima, maxima and permutations, but not saturating subtractions, comparisons into masks, bit matrices and
-// stores of vectors, which each take the place of a dot product.
+// With this many rows of x, decoding pays for instructions that run beside dot products.
 constexpr bool saves_dots(int rows) { return rows >= 6; }
 
 // The properties that most formats have.
@@ -103,8 +95,7 @@ class Bf16Tiles : public TilesDefaults {
     }
 };
 
-// E4M3, two vectors at a time: by bit matrices if all codes are normal numbers, else by table. kGrid is the grid of the
-// inline scales.
+// E4M3, two vectors at a time: by bit matrices if all codes are normal numbers, else by table.
 template <int32_t kGrid>
 class E4m3Tiles : public TilesDefaults {
   public:

@@ -1,8 +1,5 @@
-// Rows of x as bf16, for the paths that multiply bf16 (AMX and AVX512_BF16).
-//
-// A tile is rows of 64 bytes: some rows of x and 32 of their columns, or 16 pairs of columns of 16 rows of W. All decoded
-// weights are exact in bf16, and x is split into as many bf16 planes as its bits require, so products are those of
-// float32.
+// Rows of x as bf16, for the paths that multiply bf16 (AMX and AVX512_BF16). x is split into as many bf16 planes as its
+// bits require, so products are those of float32.
 #pragma once
 
 #include "../intrinsics.h"

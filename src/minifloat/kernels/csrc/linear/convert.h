@@ -1,5 +1,4 @@
-// Reading x and writing y: 16- and 32-bit floats to float32 and back, at any alignment, a vector at a time. All three
-// round as torch does: to nearest, ties to even; overflow is Inf, NaN stays NaN.
+// Reading x and writing y: 16- and 32-bit floats to float32 and back, at any alignment, a vector at a time.
 #pragma once
 
 #include "../intrinsics.h"

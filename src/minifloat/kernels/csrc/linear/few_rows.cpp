@@ -1,7 +1,4 @@
 // A few rows of x in float32 multiply-adds, for AVX2 and for ARM: weights go from memory through registers into sums.
-//
-// A vector of each part of a panel is decoded in registers and multiplied with kRows rows of x. The columns that share a
-// scale are summed first, then scaled and added to the sums of the panel.
 #include "decode.h"
 #include "path.h"
 #include "prefetch.h"
@@ -79,8 +76,8 @@ struct MostlyNormal {
     }
 };
 
-// Whether testing all_normal() pays off, judged by the vectors of one step: in trained weights one code in some thousand
-// is zero or subnormal; with one in a hundred the branch would be mispredicted all the time.
+// Whether testing all_normal() pays off, judged by the vectors of one step: in trained weights one code in some
+// thousand is zero or subnormal; with one in a hundred the branch would be mispredicted all the time.
 bool mostly_normal(const uint8_t* vectors) {
     int others = 0;
     for (const uint8_t* v = vectors; v < vectors + kPanelRows * kStepCols; v += 2 * kVectorBytes)

@@ -1,9 +1,4 @@
 // The path for every instruction set and every M: x and W in float32, one multiply-add per element.
-//
-// A block of columns of a panel is decoded into the L1 cache and multiplied with rows of x, one tile at a time. The
-// sums of a tile stay in registers; between blocks the sums of a panel are in memory. A small x is converted to float32
-// once per call. For a large x each piece of work converts the rows and columns that it uses, which costs little
-// compared with the product and keeps the memory of a call independent of M and K.
 #include "../threads.h"
 #include "convert.h"
 #include "decode.h"

@@ -1,8 +1,4 @@
-// A few rows of x (the decode step of a language model) in float32 multiply-adds, for AVX-512. Weights are read from
-// memory once; the kernel must keep up with the memory.
-//
-// Each vector of 64 bytes is decoded to float32 in registers and multiplied with a broadcast of x; several rows of x
-// share the decoding. For E2M1, gemv_int8.cpp is faster if the instruction set has integer dot products.
+// A few rows of x (the decode step of a language model) in float32 multiply-adds, for AVX-512.
 #if defined(__AVX512F__)
 
 #include "avx512.h"

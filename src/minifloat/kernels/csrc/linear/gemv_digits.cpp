@@ -1,10 +1,7 @@
-// One row of x and E2M1 for AVX2, in integers: decoding to float32 (few_rows.cpp) would take longer than reading.
-//
-// For the columns that share a scale, x becomes one power of two times integers of kXBits bits, cut into kDigits digits
-// of base kRadix; elements become bytes 2 w + kOffset by a table, bytes times digits are summed without rounding, and
-// one float per row and scale is added. x loses bits below 2^-kXBits of the largest value under the same scale. If this
-// would matter (next to an outlier most values have too few bits left) or is impossible (Inf, NaN), the columns of this
-// scale are multiplied in float32.
+// One row of x and E2M1 for AVX2, in integers: decoding to float32 (few_rows.cpp) would take longer than reading. For
+// the columns that share a scale, x becomes one power of two times integers of kXBits bits, cut into kDigits digits of
+// base kRadix; elements become bytes 2 w + kOffset. Where bits of x below 2^-kXBits of the largest would matter, and
+// with Inf or NaN, the columns are multiplied in float32.
 #include "decode.h"
 
 namespace MINIFLOAT_ISA {

@@ -1,15 +1,8 @@
 // A few rows of x times E2M1 weights in integers, with fewer instructions per weight than in float32, where decoding
-// would be slower than the memory.
-//
-// E2M1 times two is an integer of -12 .. 12. For each group of columns that share a weight scale, x is converted to
-// integers of up to 2^22 times one power of two, and the integers to planes of int8: three balanced digits of base 256.
-// Sums of a group are then exact integers; they are joined, converted to float32, scaled and added up in float32.
-// Compared with float32 sums, the only additional rounding is that of x: at most half of 2^-22 of the largest value in
-// its group. Below kSmallestExponent this becomes an absolute step of 2^-125.
-//
-// One operand of the VNNI dot product is unsigned, so 12 is added to the weights; the initial value of the sums cancels
-// this. A row of x with Inf or NaN has no such integers, and next to an outlier they have too few bits: these rows are
-// computed in float32, element by element.
+// would be slower than the memory. For each group of columns that share a scale, x becomes integers of up to 2^22 times
+// one power of two, in three balanced digits of base 256; E2M1 times two is an integer of -12 .. 12. Sums are exact
+// integers, scaled and added up in float32; the VNNI product takes weights unsigned, so 12 is added, which the first
+// value of the sums cancels. Rows with Inf, NaN or an outlier are computed in float32.
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 #include "avx512.h"

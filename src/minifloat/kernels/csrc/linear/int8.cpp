@@ -1,7 +1,4 @@
 // Inputs rounded to int8, on VNNI: integer sums over groups of columns, scaled and added up in float32.
-//
-// A group of kInt8Cols columns of a row of W becomes int8 too, times one power of two: the smallest with which no
-// magnitude exceeds 127.
 #include "../threads.h"
 #include "int8_tiles.h"
 #include "store.h"
@@ -93,8 +90,7 @@ int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) {
     return t.tiles * w.steps * t.unit_bytes();
 }
 
-// Panels begin .. end - 1 times tiles low .. high - 1 of x. Each chunk is decoded once for all tiles; meanwhile the
-// chunk after it is read into the L2 cache.
+// Panels begin .. end - 1 times tiles low .. high - 1 of x.
 void multiply_block(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, const Int8Tiling& t,
                     int64_t begin, int64_t end, int64_t low, int64_t high, const Chunk& chunk, float* sums) {
     const int64_t tiles = high - low, panel_floats = tiles * kTileSums;

@@ -1,13 +1,8 @@
-// Decodes steps of packed weights to int8, for the paths with rounded inputs.
-//
-// A group is the kInt8Cols columns of a row of a step. Its integers times its unit, a power of two, are the elements times
-// their inline scales. The unit is the smallest with which no integer exceeds 127: for E4M3 that of the largest element,
-// for E2M1 that of 6 times the largest scale of the blocks that are not all zeros. Integers are rounded to nearest, ties
-// to even, those of NVFP4 away from zero. An element of E4M3 within four binades of the largest is exact, and so is a
-// block of MXFP4 whose scale is within 2^-3 of the largest.
-//
-// A decoded group is unsigned, kInt8Offset above the integers: [vector of 4 columns][tile of 16 rows][row][4 columns]. Where
-// it is faster, columns are in another order (column_order), which x has too.
+// Decodes steps of packed weights to int8, for the paths with rounded inputs. A group is the kInt8Cols columns of a row
+// of a step; its unit is the smallest power of two with which no integer exceeds 127 (for E4M3 that of the largest
+// element, for E2M1 that of 6 times the largest scale of the blocks that are not zeros). Integers are rounded to
+// nearest, ties to even, those of NVFP4 away from zero, and stored kInt8Offset above: [vector of 4 columns][tile of 16
+// rows][row][4 columns].
 #pragma once
 
 #include "avx512.h"
@@ -88,8 +83,8 @@ inline __m512i sixteen_bytes(const uint8_t* p) {
 }
 inline __m512i four_times(__m512i dwords) { return _mm512_mullo_epi32(dwords, _mm512_set1_epi32(0x01010101)); }
 
-// Tile `t` of a step, by its elements and scales in float32: for groups with so small elements or so different scales that
-// the decoders below have no place for them.
+// Tile `t` of a step, by its elements and scales in float32: for groups with so small elements or so different scales
+// that the decoders below have no place for them.
 inline void decode_int8_any(const Weight& w, int64_t p, int64_t s, int t, uint8_t* codes, float* units) {
     const int8_t* order = column_order(w);
     alignas(64) float values[kStepCols * kPanelRows];

@@ -1,10 +1,6 @@
-// Rows of x as int8, for the paths with rounded inputs.
-//
-// Each row is cut into groups of kInt8Cols columns. A group has one float32 scale, amax / 127, and its integers are the
-// values times 127 / amax, rounded to nearest even: -127 .. 127. An amax below kSmallestAmax counts as kSmallestAmax. In
-// a group with Inf or NaN the scale is NaN and the integers are zero, so that the row of the result is NaN.
-//
-// The products take W as unsigned numbers, with 128 added; `start` cancels this.
+// Rows of x as int8, for the paths with rounded inputs. A group of kInt8Cols columns has one scale, amax / 127; an amax
+// below kSmallestAmax counts as it. With Inf or NaN the scale is NaN and the integers are zero. The products take W
+// unsigned, with 128 added; `start` cancels this.
 #pragma once
 
 #include "convert.h"

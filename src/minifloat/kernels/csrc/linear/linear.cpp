@@ -1,7 +1,5 @@
-// The driver: validates, chooses the path, and distributes the panels of all weights of a call to the threads.
-//
-// A panel is computed by one thread from its first column to its last, so the bits of a result do not depend on the
-// number of threads.
+// The driver: validates, chooses the path, and distributes the panels of all weights of a call to the threads. A panel
+// is computed by one thread from its first column to its last, so the bits do not depend on the number of threads.
 #include "../threads.h"
 #include "convert.h"
 #include "path.h"
@@ -20,7 +18,7 @@ constexpr int64_t kSmallPiecePanels = 2;
 // Bytes of prepared input up to which the calling thread prepares alone, which is faster than a barrier of all threads.
 constexpr int64_t kBytesAlone = 64 << 10;
 // Bytes of prepared input per wave of experts, about the size of the caches, so that scratch memory does not grow with
-// the number of tokens. A product without experts prepares its whole input.
+// the number of tokens.
 constexpr int64_t kBytesPerWave = 16 << 20;
 
 // One product: rows of x times one weight.

@@ -1,13 +1,7 @@
 // ARM with BF16 for more rows of x than share the decoding in registers, and x in bfloat16: BFMMLA multiplies 2 rows of
-// x with 2 rows of W, 4 columns of each, and adds to a 2x2 block of float32.
-//
-// Some hundred columns of a panel are decoded to bfloat16 in the L1 cache, in the order of the instruction's operand (2
-// rows of 4 columns), and multiplied with tiles of x. Sums of a tile are in registers, those of a panel in memory.
-//
-// Exactness: decoded elements times inline scales are exact in bfloat16 (bf16_tiles.h says why); factors of 2 keep them
-// normal numbers. Without FEAT_EBF16, BFMMLA rounds each pair of products and each sum to odd, which is at most twice
-// the error of rounding to nearest, and takes inputs and sums below 2^-126 for zero, whatever FPCR says.
-// Source: Arm Architecture Reference Manual, BFMMLA, BFDotAdd().
+// x with 2 rows of W, 4 columns of each, and adds to a 2x2 block of float32. Without FEAT_EBF16, BFMMLA rounds pairs of
+// products and sums to odd, at most twice the error of rounding to nearest, and takes inputs and sums below 2^-126 for
+// zero, whatever FPCR says.
 #include "../threads.h"
 #include "decode.h"
 #include "path.h"

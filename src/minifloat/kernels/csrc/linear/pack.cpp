@@ -1,8 +1,5 @@
-// Packs weights from the order of checkpoints into the order of layout.h, and unpacks them.
-//
-// The thread that packs a panel will also read it, so that the pages of the panel are on the NUMA node of this thread.
-// Packing moves 32-bit words between rows and vectors; the compiler generates the shuffles, so one source serves all
-// instruction sets. plan_layout() at the end decides which weights have a packed form.
+// Packs weights from the order of checkpoints into the order of layout.h, and unpacks them. The thread that packs a
+// panel will also read it, so that its pages are on the NUMA node of this thread.
 #include "../shuffle.h"
 #include "../threads.h"
 #include "layout.h"

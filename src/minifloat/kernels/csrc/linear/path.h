@@ -1,6 +1,5 @@
-// The interface of a path, one way of computing the product. The driver (linear.cpp) chooses a path per call and
-// distributes the panels of the weights. Each path is one file: prepare() converts x into the form that multiply()
-// reads.
+// The interface of a path, one way of computing the product. The driver chooses a path per call; prepare() converts x
+// into the form that multiply() reads.
 #pragma once
 
 #include "layout.h"

@@ -5,9 +5,8 @@
 
 namespace MINIFLOAT_ISA {
 
-// Into the L2 cache early enough for the latency of memory, then into L1. Measured for E4M3 with AVX-512: 83% of the
-// read bandwidth with the near prefetch alone, 96% with both; probably because a line on its way from memory into L1
-// holds one of the few fill buffers.
+// Into the L2 cache early enough for the latency of memory, then into L1. For E4M3 with AVX-512 the near prefetch alone
+// reaches 83% of the read bandwidth, both 96%.
 constexpr int64_t kFarBytes = 3072;
 constexpr int64_t kNearBytes = 512;
 

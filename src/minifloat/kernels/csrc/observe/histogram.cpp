@@ -1,7 +1,4 @@
 // Counts the magnitudes of a buffer by their leading bits as float32: 8 of the exponent and 3 of the mantissa.
-//
-// Activations crowd into a few bins, so neighbouring elements go to different tables: an increment need not wait for
-// the one before it.
 #include "../../native/api.h"
 #include "../quantize/load.h"
 

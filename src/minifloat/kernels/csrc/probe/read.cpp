@@ -1,7 +1,4 @@
 // Reads memory once, front to back, and adds it up: the time that a kernel needs at least to read its weights.
-//
-// Memory-bound kernels are compared with this bandwidth, so it reads as they do: the same threads, one contiguous run
-// per thread, full vectors, software prefetch. The caller chooses the pages.
 #include "../../native/api.h"
 #include "../threads.h"
 #include "../vec.h"

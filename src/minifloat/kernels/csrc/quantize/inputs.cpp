@@ -1,8 +1,6 @@
 // Rounds the inputs of a linear to a format of at most 8 bits: scale, code and value of the code in one pass over the
-// rows, so that neither scales nor codes go through memory.
-//
-// The operations are those of numerics/activation.py, bit for bit. Each element is divided by the scale: a product with
-// the reciprocal of the scale would round some ties to the other side.
+// rows, so that neither scales nor codes go through memory. Elements are divided by the scale, as in
+// numerics/activation.py: a product with its reciprocal would round some ties otherwise.
 #include "../threads.h"
 #include "scales.h"
 

@@ -1,7 +1,4 @@
 // Casts a slab of rows: amax of each block, its scale, then codes and error statistics, while the data is in the cache.
-//
-// The slab is cut into panels, one row of blocks high. A panel is read once for amax and once for the codes, the second
-// time from L1 or L2; its rows are converted and cast in chunks of columns that fit L1.
 #include "search_codes.h"
 
 namespace MINIFLOAT_ISA {
@@ -9,8 +6,8 @@ namespace {
 
 // Columns converted to float32 at a time; bounds the float32 sums of encode.h.
 constexpr int kChunk = kMaxBlocks * kLanes;
-// Columns of a panel of several rows: long enough runs for the processor to prefetch (measured: 1.3 times the speed
-// of runs of 2 KiB), and 128 rows of 16-bit weights still fit an L2 cache.
+// Columns of a panel of several rows: long enough runs for the processor to prefetch (measured: 1.3 times the speed of
+// runs of 2 KiB), and 128 rows of 16-bit weights still fit an L2 cache.
 constexpr int kPanel = 4096;
 
 struct Scratch {

@@ -5,15 +5,10 @@
 
 namespace MINIFLOAT_ISA {
 
-// Exponents relative to FLOOR: SEARCH_OFFSETS of numerics/scale_search.py, in its order, because the first of equal sums
-// wins.
-//
-// Offset -2 needs no trial: it never has the smallest sum. Let y be the elements divided by the FLOOR scale, so that
-// the largest has magnitude a, 4 <= a < 8 for E2M1. Under -2 the largest value is 1.5, so the element of magnitude a
-// alone has a squared error that is larger than under 0 by at least 2.5**2 = 6.25 (reached at a = 4). An element gains
-// under -2 only if it is below 1.5, where its error under 0 is at most 0.25: the 31 others together gain at most
-// 31 * 0.25**2 = 1.94. Blocks of 16 have fewer elements and formats with more values gain less. Where FLOOR is clamped
-// to code 0, so that a may be below 4, negative offsets have no code.
+// Exponents relative to FLOOR: SEARCH_OFFSETS of numerics/scale_search.py, in its order, because the first of equal
+// sums wins. Offset -2 needs no trial, for E2M1: with y the elements over the FLOOR scale and a >= 4 the largest, a
+// alone loses at least 2.5**2 = 6.25 under -2, and the 31 others, which gain only below 1.5, at most 31 * 0.25**2 =
+// 1.94. Formats with more values gain less; where FLOOR is clamped to code 0, negative offsets have no code.
 constexpr int kCandidates = 3;
 constexpr int32_t kOffsets[kCandidates] = {0, 1, -1};
 

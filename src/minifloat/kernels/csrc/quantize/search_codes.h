@@ -1,7 +1,5 @@
-// Search of coded scales (NVFP4): for every block, the code near that of amax with the smallest squared error.
-//
-// Lanes are blocks, so that the sums of errors need no shuffles. A candidate costs six or seven operations per vector of
-// elements where a table gives the rounded value (AVX-512), nine or ten elsewhere.
+// Search of coded scales (NVFP4): for every block, the code near that of amax with the smallest squared error. Lanes
+// are blocks, so that the sums of errors need no shuffles.
 #pragma once
 
 #include "../intrinsics.h"

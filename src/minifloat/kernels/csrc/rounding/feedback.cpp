@@ -1,12 +1,7 @@
 // Rounds a weight column by column; the error of a column is fed into the columns behind it (GPTQ in its LDL form).
-//
-// Rows are independent of each other, so that the lanes of a vector are rows: a chunk of rows lies transposed in
-// scratch memory, column after column. The errors of a block of columns are applied together to the columns behind the
-// block, from registers: each element still receives them in ascending order, one multiplication and one addition
-// each, so that the codes are the same for every block size, instruction set and number of threads. The limit is the
-// rate of these instructions: two per multiply-add, because a fused multiply-add would round once only.
-//
-// Source: Frantar et al., GPTQ, arXiv 2210.17323; Chee et al., QuIP, arXiv 2307.13304, theorem 6 (the LDL form).
+// Lanes are rows. The errors of a block of columns are applied together, from registers, yet each element receives them
+// in ascending order, one multiplication and one addition each: the codes are the same for every block size,
+// instruction set and number of threads.
 #include "../quantize/encode.h"
 #include "../threads.h"
 
@@ -22,8 +17,7 @@ constexpr int kPanel = 4;
 constexpr int kVectors = 2;
 #endif
 constexpr int kTileRows = kVectors * kWidth;
-// Columns whose errors are applied together to the columns behind them. A tile of errors (24 KiB with AVX-512) and
-// a panel of feedback (4 KiB) fit the L1 cache.
+// Columns whose errors are applied together to the columns behind them.
 constexpr int kBlock = 128;
 static_assert(kBlock % kPanel == 0, "blocks are whole panels");
 // At most this number of rows is a piece of work: feedback is read once per piece.

@@ -1,10 +1,6 @@
-// The Gram product out += x^T y, divided into panels and blocks that fit the caches. gram_float.h and gram_amx.h
-// define what multiplies two panels.
-//
-// A slab of rows of x and y is packed into panels: some columns each, in the order in which multiply() reads them. The
-// result is cut into blocks; the sums of a block stay in the L2 cache while the rows of the slab pass, some at a time,
-// so that a panel of y stays in the L1 cache. Each element sums its rows in ascending order within a slab, and `out`
-// receives the sums of one slab after the other: the bits depend neither on the blocks nor on the number of threads.
+// The Gram product out += x^T y, divided into panels and blocks that fit the caches. Each element sums its rows in
+// ascending order within a slab, and `out` receives one slab after the other: the bits depend neither on the blocks nor
+// on the number of threads.
 #pragma once
 
 #include "../linear/convert.h"

@@ -1,7 +1,5 @@
-// Panels of a Gram product of bfloat16 for AMX: products of bfloat16, sums of float32.
-//
-// A tile holds 16 columns of 32 rows, as pairs of rows: of x a pair after the other for each column, of y a column
-// after the other for each pair. TDPBF16PS has no subnormal numbers: inputs and sums below 2^-126 count as zero.
+// Panels of a Gram product of bfloat16 for AMX: products of bfloat16, sums of float32. Inputs and sums below 2^-126
+// count as zero.
 #pragma once
 
 #include "../linear/amx.h"

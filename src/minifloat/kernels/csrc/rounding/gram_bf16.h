@@ -1,10 +1,6 @@
-// Panels of a Gram product of bfloat16 for AVX512_BF16: dot products of pairs of rows, sums of float32.
-//
-// A panel holds for each pair of rows the pairs of its columns, one after the other. VDPBF16PS adds the two products of
-// a pair one after the other, rounds each sum to nearest even whatever the caller's rounding mode, and has no subnormal
-// numbers: inputs and sums below 2^-126 count as zero.
-//
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS.
+// Panels of a Gram product of bfloat16 for AVX512_BF16: dot products of pairs of rows, sums of float32. VDPBF16PS adds
+// the products of a pair one after the other, rounding each sum to nearest even; inputs and sums below 2^-126 count as
+// zero.
 #pragma once
 
 #include "gram_pairs.h"
@@ -41,9 +37,7 @@ struct GramBf16 {
         }
     }
 
-    // sums[i][j] += left[t][i] * right[t][j]; the first call for a block replaces `sums`. The rows of one call are added
-    // up before they meet the others: shorter sums round less. `sums` come from the L2 cache or beyond; prefetching them
-    // makes the product 3 to 7% faster (Zen 4).
+    // sums[i][j] += left[t][i] * right[t][j]; the first call for a block replaces `sums`.
     static void multiply(const uint8_t* left, const uint8_t* right, int64_t depth, bool first, float* sums) {
         __m512 total[kLeft][kVectors];
 #pragma GCC unroll 16

@@ -31,8 +31,7 @@ struct GramFloat {
     static void pack_left(const GramPatch& from, int32_t dtype, uint8_t* out) { pack<kLeft>(from, dtype, out); }
     static void pack_right(const GramPatch& from, int32_t dtype, uint8_t* out) { pack<kRight>(from, dtype, out); }
 
-    // sums[i][j] += left[t][i] * right[t][j]; the first call for a block replaces `sums`. The rows of one call are added
-    // up before they meet the others: shorter sums round less.
+    // sums[i][j] += left[t][i] * right[t][j]; the first call for a block replaces `sums`.
     static void multiply(const uint8_t* left_panel, const uint8_t* right_panel, int64_t depth, bool first,
                          float* __restrict sums) {
         const float* __restrict left = reinterpret_cast<const float*>(left_panel);
