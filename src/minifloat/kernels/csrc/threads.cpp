@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include <chrono>
 #include <mutex>
 
 #if defined(_OPENMP)
@@ -84,6 +85,11 @@ void parallel(int threads, Body body, void* context) {
     }
 #endif
     run(0, 1);
+}
+
+int64_t nanoseconds() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 void release() {

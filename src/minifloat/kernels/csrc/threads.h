@@ -20,6 +20,9 @@ void parallel(int threads, const Function& function) {
         const_cast<void*>(static_cast<const void*>(&function)));
 }
 
+// Time, for the profile of a step.
+int64_t nanoseconds();
+
 // Ends the threads that parallel() has started for the calling thread; the next call starts new threads.
 void release();
 

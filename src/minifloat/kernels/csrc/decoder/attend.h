@@ -5,7 +5,6 @@
 #include "attend_amx.h"
 #include "attend_dot.h"
 #include "attend_tile.h"
-#include "latent_values.h"
 #include "math.h"
 #include "rows.h"
 

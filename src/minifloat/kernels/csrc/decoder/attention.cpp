@@ -1,7 +1,7 @@
 // Cuts the attention of a step into tiles (attend.h) and distributes them to the threads. The cuts depend on the
 // positions of keys alone: the bits depend neither on the number of threads, nor on the rest of the batch, nor on how
 // many tokens of the sequence the step has (with AMX tiles: on the last).
-#include "attention.h"
+#include "parts.h"
 
 #include "../threads.h"
 #include "attend.h"

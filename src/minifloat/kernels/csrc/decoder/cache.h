@@ -2,7 +2,7 @@
 // of them as float32, writing a token.
 #pragma once
 
-#include "../intrinsics.h"
+#include "../vec.h"
 #include "../linear/decode.h"
 
 namespace MINIFLOAT_ISA {

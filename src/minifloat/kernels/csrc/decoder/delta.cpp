@@ -1,6 +1,6 @@
 // The gated delta rule, token by token. A range of columns of a state is read, used and written for all tokens of a
 // piece before the next range, so that it stays in the first cache.
-#include "delta.h"
+#include "parts.h"
 
 #include "../threads.h"
 #include "rows.h"

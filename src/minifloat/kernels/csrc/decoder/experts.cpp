@@ -1,5 +1,5 @@
 // Routing to experts.
-#include "experts.h"
+#include "parts.h"
 
 #include "../threads.h"
 #include "math.h"

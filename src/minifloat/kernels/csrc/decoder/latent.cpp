@@ -1,5 +1,5 @@
 // Latent attention: norms, rotation and cache writes, and the order of heads and tokens between products.
-#include "latent.h"
+#include "parts.h"
 
 #include "rows.h"
 

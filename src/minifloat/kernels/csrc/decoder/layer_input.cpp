@@ -1,4 +1,4 @@
-#include "layer_input.h"
+#include "parts.h"
 
 #include "rows.h"
 

@@ -1,13 +1,7 @@
 // One step of a decoder: embedding, layers, logits, and the order of all operations between the linears.
-#include "step.h"
+#include "parts.h"
 
-#include "../clock.h"
 #include "../threads.h"
-#include "attention.h"
-#include "delta.h"
-#include "experts.h"
-#include "latent.h"
-#include "layer_input.h"
 #include "rows.h"
 
 namespace MINIFLOAT_ISA {

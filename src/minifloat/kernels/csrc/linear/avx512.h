@@ -3,9 +3,9 @@
 
 #if defined(__AVX512F__)
 
-#include "../intrinsics.h"
+#include "../vec.h"
 #include "convert.h"
-#include "prefetch.h"
+#include "path.h"
 
 namespace MINIFLOAT_ISA {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "bf16_x.h"
-#include "store.h"
+#include "convert.h"
 
 #if defined(__AVX512BF16__)
 

@@ -2,7 +2,7 @@
 // bits require, so products are those of float32.
 #pragma once
 
-#include "../intrinsics.h"
+#include "../vec.h"
 #include "convert.h"
 #include "path.h"
 

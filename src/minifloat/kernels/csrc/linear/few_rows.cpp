@@ -1,7 +1,6 @@
 // A few rows of x in float32 multiply-adds, for AVX2 and for ARM: weights go from memory through registers into sums.
 #include "decode.h"
 #include "path.h"
-#include "prefetch.h"
 
 #if (defined(__AVX2__) && !defined(__AVX512F__)) || defined(__aarch64__)
 

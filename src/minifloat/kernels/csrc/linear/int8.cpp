@@ -1,7 +1,7 @@
 // Inputs rounded to int8, on VNNI: integer sums over groups of columns, scaled and added up in float32.
 #include "../threads.h"
 #include "int8_tiles.h"
-#include "store.h"
+#include "convert.h"
 
 #if defined(MINIFLOAT_INT8)
 

@@ -5,7 +5,6 @@
 #include "../threads.h"
 #include "decode.h"
 #include "path.h"
-#include "prefetch.h"
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 

@@ -1,6 +1,6 @@
 // Packs weights from the order of checkpoints into the order of layout.h, and unpacks them. The thread that packs a
 // panel will also read it, so that its pages are on the NUMA node of this thread.
-#include "../shuffle.h"
+#include "../vec.h"
 #include "../threads.h"
 #include "layout.h"
 

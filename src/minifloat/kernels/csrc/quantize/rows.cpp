@@ -1,5 +1,5 @@
 // Casts a slab of rows: amax of each block, its scale, then codes and error statistics, while the data is in the cache.
-#include "search_codes.h"
+#include "scales.h"
 
 namespace MINIFLOAT_ISA {
 namespace {

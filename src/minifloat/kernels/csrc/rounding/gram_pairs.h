@@ -1,7 +1,7 @@
 // Pairs of rows of bfloat16, the operands of dot products of two (VDPBF16PS, TDPBF16PS), and the transposition of sums.
 #pragma once
 
-#include "../intrinsics.h"
+#include "../vec.h"
 #include "gram.h"
 
 #if defined(__AVX512BF16__)
