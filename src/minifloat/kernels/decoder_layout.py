@@ -25,8 +25,6 @@ class NotNative(Exception):
 
 @dataclass(frozen=True)
 class LinearLayout:
-    """A linear ``[N, K]``."""
-
     name: str
     shape: tuple[int, int]
     has_bias: bool = False
@@ -40,7 +38,6 @@ class LinearLayout:
         return f"{self.name}.bias" if self.has_bias else None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name."""
         shapes: Shapes = {self.weight: self.shape}
         return shapes | {self.bias: self.shape[:1]} if self.bias else shapes
 
@@ -58,14 +55,11 @@ class NormLayout:
     factor: float = 1.0
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name."""
         return {name: self.shape for name in (self.weight, self.bias) if name is not None}
 
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """A rotary embedding."""
-
     parameters: tuple[tuple[str, Any], ...]  #: those of the config, sorted
     head_dim: int
     positions: int  #: tokens of the longest text
@@ -84,8 +78,6 @@ class RotaryLayout:
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Latent attention."""
-
     up: LinearLayout  #: its rows are, for each head, those of keys ``[plain, rank]`` and values ``[value_dim, rank]``
     plain: int
     value_dim: int
@@ -94,7 +86,6 @@ class LatentLayout:
     q_norm: NormLayout | None = None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         return shapes_of(self.up, self.kv_norm, self.q_up, self.q_norm)
 
 
@@ -129,7 +120,6 @@ class AttentionLayout(AttentionOptions):
     latent: LatentLayout | None = None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.heads,)}
         latent = {} if self.latent is None else self.latent.shapes()
         return shapes_of(*self.qkv, self.out, self.q_norm, self.k_norm, self.v_norm) | sinks | latent
@@ -151,8 +141,6 @@ class DeltaOptions:
 
 @dataclass(frozen=True)
 class DeltaLayout(DeltaOptions):
-    """A gated delta rule."""
-
     conv_width: int
     qkvz: tuple[LinearLayout, ...]
     ba: tuple[LinearLayout, ...]
@@ -163,7 +151,6 @@ class DeltaLayout(DeltaOptions):
     norm: NormLayout
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         channels = 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
         vectors: Shapes = {
             self.conv: (channels, 1, self.conv_width),
@@ -193,7 +180,6 @@ class Activation:
         return 2 if self.gated else 1
 
     def check(self, name: str) -> None:
-        """Raise UnknownNameError if there is no such function."""
         if self.name not in ACTIVATIONS:
             raise UnknownNameError(f"{name}.activation", self.name, ACTIVATIONS)
 
@@ -211,14 +197,11 @@ class MlpLayout:
     activation: Activation = SILU
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         return shapes_of(*self.gate_up, self.down)
 
 
 @dataclass(frozen=True, eq=False)
 class RouterOptions:
-    """How the experts of a token are chosen."""
-
     _: KW_ONLY
     top_k: int
     kind: str = "softmax"  #: one of `ROUTERS`
@@ -241,8 +224,6 @@ class RouterLayout(RouterOptions):
 
 @dataclass(frozen=True)
 class ExpertNormsLayout:
-    """Norms of experts beside an MLP that reads another input."""
-
     router: NormLayout
     input: NormLayout
     experts: NormLayout
@@ -270,7 +251,6 @@ class ExpertsLayout:
     norms: ExpertNormsLayout | None = None  #: norms of their own, where the shared MLP reads another input, or None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         (intermediate, hidden), router = self.shape, self.router
         shapes: Shapes = {router.weight: (self.count, hidden)}
         vectors = (router.bias, router.correction, router.scales)
@@ -307,7 +287,6 @@ class LayerInputLayout:
     activation: Activation
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         return shapes_of(self.gate, self.out, self.norm)
 
 
@@ -355,11 +334,9 @@ class LayerLayout(LayerOptions):
 
     @property
     def has_cache(self) -> bool:
-        """Whether it writes keys and values."""
         return isinstance(self.attention, AttentionLayout) and self.cache_of is None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         before = shapes_of(self.input_norm, self.attention_norm, self.attention, self.mlp_norm, self.result_norm)
         scalar: Shapes = {} if self.scalar is None else {self.scalar: (1,)}
         return before | shapes_of(self.mlp, self.input) | scalar
@@ -377,8 +354,6 @@ class DecoderOptions:
 
 @dataclass(frozen=True)
 class DecoderLayout(DecoderOptions):
-    """A model, from token ids to logits."""
-
     hidden: int
     layers: tuple[LayerLayout, ...]
     embedding: str  #: name of the embedding ``[vocab, hidden]``
@@ -390,7 +365,6 @@ class DecoderLayout(DecoderOptions):
     inputs: LayerInputsLayout | None = None  #: what layers read of a token besides the residual stream, or None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of its parameters by name, in the order in which they are read."""
         shapes: Shapes = {self.embedding: self.lm_head.shape} | self.lm_head.shapes()
         if self.inputs is not None:
             projection = self.inputs.projection

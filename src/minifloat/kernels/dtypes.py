@@ -13,11 +13,9 @@ DTYPES = {torch.bfloat16: CONSTANTS["BF16"], torch.float16: CONSTANTS["F16"], to
 
 
 def has_kernel(tensor: Tensor) -> bool:
-    """Return whether there are kernels for the dtype and device of a tensor."""
     return tensor.dtype in DTYPES and tensor.is_cpu
 
 
 def unsupported(name: str, tensor: Tensor) -> UnsupportedTensorError:
-    """Return the error for a tensor without a kernel."""
     expected = "bfloat16, float16 or float32 on the CPU"
     return UnsupportedTensorError(name, f"expected {expected}, got {tensor.dtype} on {tensor.device}")

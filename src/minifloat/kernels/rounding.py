@@ -58,7 +58,6 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
 
 
 def _check_matrix(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check a matrix whose rows are contiguous."""
     _check_dtype(name, tensor, dtypes)
     if tensor.ndim != 2:
         raise ShapeError(name, f"expected 2 dimensions, got {list(tensor.shape)}")

@@ -21,15 +21,12 @@ _WORD = np.dtype(np.uint64)
 
 @dataclass(frozen=True)
 class ReadBandwidth:
-    """A measured read bandwidth."""
-
     bytes: int  #: size of the buffer
     threads: int
     samples: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The median, in bytes per second."""
         return statistics.median(self.samples)
 
     @property

@@ -20,7 +20,6 @@ def count() -> int:
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of kernels and of torch's own ops."""
     if threads < 1:
         raise UsageError(f"at least one thread is needed, got {threads}")
     torch.set_num_threads(threads)

@@ -60,13 +60,11 @@ def load_bits(pointer, offsets, mask, BF16: tl.constexpr):
 
 @triton.jit
 def bits_of(x):
-    """Return the bits of a float32 as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def float_of(bits):
-    """Return the float32 with the bits of an int32."""
     return bits.to(tl.float32, bitcast=True)
 
 

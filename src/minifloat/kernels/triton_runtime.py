@@ -36,5 +36,4 @@ def why_unavailable(device: str) -> str:
 
 @cache
 def is_installed() -> bool:
-    """Return whether triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -84,7 +84,6 @@ _RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, 
 
 
 def check(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceStates | None = None) -> None:
-    """Validate the arguments of a step."""
     if cache.shapes != decoder.cache_shapes:
         wanted, found = (_sizes(shapes) for shapes in (decoder.cache_shapes, cache.shapes))
         raise ShapeError("cache", f"expected layers of key-value heads and head size {wanted}, got {found}")

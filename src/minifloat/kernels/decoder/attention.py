@@ -46,7 +46,6 @@ class Latent:
 
     @property
     def rank(self) -> int:
-        """Size of the latent."""
         return self.keys.shape[0]
 
     @property
@@ -56,7 +55,6 @@ class Latent:
 
     @property
     def value_dim(self) -> int:
-        """Size of the value of a head."""
         return self.values.shape[0]
 
     @property
@@ -66,7 +64,6 @@ class Latent:
 
     @property
     def weights(self) -> list[PackedWeight]:
-        """All packed weights."""
         return [*([] if self.q_up is None else [self.q_up]), *self.keys, *self.values]
 
     def query_dim(self, head_dim: int) -> int:
@@ -74,7 +71,6 @@ class Latent:
         return self.plain + head_dim - self.rank
 
     def check(self, name: str, heads: int, head_dim: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         counts = {"keys": len(self.keys), "values": len(self.values)}
         for field, count in counts.items():
             if count != heads:
@@ -107,8 +103,6 @@ class Latent:
 
 @dataclass(frozen=True, eq=False)
 class Attention(AttentionOptions):
-    """The attention of a layer."""
-
     qkv: FusedWeights  #: rows of q ``[heads * d, hidden]``, twice as many if `gated`, of k and v; one to three weights
     out: PackedWeight  #: ``[hidden, heads * d]``
     qkv_bias: tuple[Tensor | None, ...] | None = None  #: a bias or None for each weight of `qkv`, of one dtype; or None
@@ -126,7 +120,6 @@ class Attention(AttentionOptions):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """The shape of the layer's keys and values in the cache."""
         return CacheShape(self.kv_heads, self.head_dim, None if self.latent is None else self.latent.rank)
 
     @property
@@ -136,7 +129,6 @@ class Attention(AttentionOptions):
 
     @property
     def weights(self) -> list[PackedWeight]:
-        """All packed weights."""
         return [*self.qkv, self.out, *([] if self.latent is None else self.latent.weights)]
 
     @property
@@ -151,7 +143,6 @@ class Attention(AttentionOptions):
         return [queries, *[rows] * {"own": 2, "keys": 1}.get(self.values, 0)]
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         self._check_sizes(name)
         if self.values not in VALUES:
             raise UnknownNameError(f"{name}.values", self.values, VALUES)
@@ -221,8 +212,6 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class DeltaNet(DeltaOptions):
-    """The gated delta rule of a layer."""
-
     qkvz: FusedWeights  #: the rows of q, k ``[k_heads * k_dim, hidden]``, v and z ``[v_heads * v_dim, hidden]``
     ba: FusedWeights  #: the rows of b and a, ``[v_heads, hidden]`` each
     out: PackedWeight  #: ``[hidden, v_heads * v_dim]``
@@ -233,23 +222,19 @@ class DeltaNet(DeltaOptions):
 
     @property
     def weights(self) -> list[PackedWeight]:
-        """All packed weights."""
         return [*self.qkvz, *self.ba, self.out]
 
     @property
     def conv_width(self) -> int:
-        """Number of tokens that the convolution sees."""
         return self.conv.shape[0]
 
     @property
     def sections(self) -> list[int]:
-        """Channels of q, k and v."""
         keys = self.k_heads * self.k_dim
         return [keys, keys, self.v_heads * self.v_dim]
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
         return sum(self.sections)
 
     @property
@@ -262,7 +247,6 @@ class DeltaNet(DeltaOptions):
         return _padded((self.conv_width - 1) * self.channels)
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         for field in ("k_heads", "v_heads", "k_dim", "v_dim"):
             if getattr(self, field) < 1:
                 raise ShapeError(f"{name}.{field}", f"expected at least 1, got {getattr(self, field)}")

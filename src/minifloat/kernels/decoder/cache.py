@@ -50,18 +50,15 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(shapes: Sequence[CacheShape | tuple[int, int]], element: str) -> int:
-        """Bytes of one block over all layers and heads."""
         return elements_per_block(shapes) * lookup("element of a cache", element, ELEMENTS).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         return self.data.nbytes
 
     def write(
         self, layer: int, cache_rows: Tensor, keys: Tensor, values: Tensor | None, scales: tuple[float, float]
     ) -> None:
-        """Store tokens, in plain PyTorch."""
         block, row = cache_rows // BLOCK_TOKENS, cache_rows % BLOCK_TOKENS
         key_view, value_view, pair = self._views(layer)
         key_view[block, :, :, row] = self._coded(keys, scales[0]).view(*keys.shape[:2], -1, pair)
@@ -124,12 +121,10 @@ class SequenceStates:
 
     @property
     def slots(self) -> int:
-        """Number of slots."""
         return self.data.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
         return self.data.nbytes
 
     def begin(self, slots: Tensor) -> None:
@@ -146,7 +141,6 @@ class SequenceStates:
         self.tokens[target] = self.tokens[source]
 
     def check(self, slots: Sequence[int], first: Sequence[int]) -> None:
-        """Validate that slots can continue their sequences."""
         if len(set(slots)) < len(slots):
             raise ShapeError("slots", f"expected a slot for each sequence, got {list(slots)}")
         for sequence, (slot, position) in enumerate(zip(slots, first, strict=True)):

@@ -39,7 +39,6 @@ def step(
     nanoseconds: Tensor | None = None,
     states: SequenceStates | None = None,
 ) -> Tensor:
-    """Implement `minifloat.kernels.decoder.step` for validated arguments."""
     library = native.require()
     described = _DESCRIBED.get(decoder)
     if described is None:
@@ -140,7 +139,6 @@ class _Described:
         return made
 
     def _expert_product(self, experts: PackedExperts, biases: Tensor | None) -> ctypes.Structure:
-        """Describe a projection of all experts; `biases`: ``[experts, rows]`` or None."""
         made = STRUCTS["expert_product"](weights=experts.pointers.address)
         if biases is not None:
             made.biases, made.bias_dtype = self._table(list(biases)), DTYPES[biases.dtype]
@@ -164,12 +162,10 @@ class _Described:
 
 
 def address_of(tensor: Tensor | None) -> int | None:
-    """Return where a tensor begins, or None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def _plain(name: str, field: str, value: Any) -> Any:
-    """Return a value as a number or an address."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     if isinstance(value, PackedExperts):

@@ -28,11 +28,9 @@ class Mlp:
 
     @property
     def intermediate(self) -> int:
-        """Columns of `down`."""
         return self.down.shape[1]
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         self.activation.check(name)
         expect_weights(f"{name}.down", (self.down,), hidden, self.intermediate)
         expect_weights(f"{name}.gate_up", self.gate_up, self.activation.inputs * self.intermediate, hidden)
@@ -58,7 +56,6 @@ class Router(RouterOptions):
         return self.weight.shape[0]
 
     def check(self, name: str, experts: int, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         expect(name, self.weight, (experts, hidden), (torch.float32, torch.bfloat16))
         if not 1 <= self.top_k <= experts:
             raise ShapeError(f"{name}.top_k", f"expected 1 to {experts}, got {self.top_k}")
@@ -108,7 +105,6 @@ class ExpertNorms:
     mlp: Norm
 
     def check(self, name: str, hidden: int) -> None:
-        """Raise ShapeError or UnsupportedTensorError if a norm is not one of rows of `hidden`."""
         for field in ("router", "input", "experts", "mlp"):
             getattr(self, field).check(f"{name}.{field}", hidden)
 
@@ -129,11 +125,9 @@ class Experts:
 
     @property
     def intermediate(self) -> int:
-        """Columns of `down`."""
         return self.down.shape[1]
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         experts = len(self.down)
         self.activation.check(name)
         self.router.check(f"{name}.router", experts, hidden)
@@ -181,7 +175,6 @@ class LayerInputs(LayerInputsOptions):
         return self.norm.weight.numel()
 
     def check(self, vocab: int, layers: int, hidden: int) -> None:
-        """Validate sizes and dtypes."""
         self.norm.check("inputs.norm", self.size)
         expect("inputs.table", self.table, (vocab, layers * self.size), tuple(DTYPES))
         expect_weights("inputs.projection", (self.projection,), layers * self.size, hidden)
@@ -197,7 +190,6 @@ class LayerInput:
     activation: Activation
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         self.activation.check(name)
         if not self.activation.gated:
             raise UnsupportedTensorError(f"{name}.activation", "expected a gated one")

@@ -55,18 +55,15 @@ class Norm:
     centered: bool = False
 
     def check(self, name: str, size: int) -> None:
-        """Check that the norm is one of rows of `size`; `name` is the prefix of field names in errors."""
         expect(name, self.weight, (size,))
         if self.bias is not None:
             expect(f"{name}.bias", self.bias, (size,))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of the rows of a float32 tensor ``[.., n]``."""
         normed = self.plain(x) * self.weight
         return normed if self.bias is None else normed + self.bias
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the norm without weight and bias."""
         if self.centered:
             x = x - x.mean(dim=-1, keepdim=True)
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
@@ -74,30 +71,24 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """A rotary embedding."""
-
     inv_freq: Tensor  #: float32 ``[r]``: radians per position of each pair
     scaling: float = 1.0
     interleaved: bool = False
 
     @property
     def dims(self) -> int:
-        """Number of dimensions that turn."""
         return 2 * self.inv_freq.numel()
 
     def check(self, name: str, head_dim: int) -> None:
-        """Check that the embedding fits heads of `head_dim`."""
         if self.inv_freq.ndim != 1 or self.dims > head_dim:
             raise ShapeError(name, f"expected at most [{head_dim // 2}], got {list(self.inv_freq.shape)}")
         expect(name, self.inv_freq, (self.inv_freq.numel(),))
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of positions, float32 ``[T, r]`` each."""
         angles = positions[:, None].float() * self.inv_freq
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
     def rotate(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate heads ``[T, heads, d]`` by the result of `turns`."""
         cos, sin = (part[:, None] for part in turns)
         turned, rest = x[..., : self.dims], x[..., self.dims :]
         if self.interleaved:

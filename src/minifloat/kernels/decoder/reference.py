@@ -21,7 +21,6 @@ from minifloat.kernels.pack import PackedWeight
 
 
 def step(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceStates | None = None) -> Tensor:
-    """Implement `minifloat.kernels.decoder.step` for validated arguments."""
     x = decoder.embedding[batch.tokens].float() * decoder.embedding_factor
     inputs = None if decoder.inputs is None else _inputs(decoder, decoder.inputs, batch.tokens, x)
     turns = {rotary: rotary.turns(batch.positions) for rotary in decoder.rotaries}

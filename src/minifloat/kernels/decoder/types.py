@@ -23,8 +23,6 @@ BLOCK_TOKENS = CONSTANTS["BLOCK_TOKENS"]
 
 @dataclass(frozen=True, eq=False)
 class Layer(LayerOptions):
-    """A layer."""
-
     input_norm: Norm | None  #: norm of the input of attention; None: attention reads x itself
     attention: Attention | DeltaNet
     mlp_norm: Norm | None  #: None: the MLP reads x, or, where `parallel`, what attention reads
@@ -35,7 +33,6 @@ class Layer(LayerOptions):
     scalar: float = 1.0
 
     def check(self, name: str, hidden: int) -> None:
-        """Validate sizes and dtypes; `name` is the prefix of field names in errors."""
         is_shared = isinstance(self.attention, Attention) and self.attention.values == "shared"
         if (self.cache_of is None) == is_shared:
             raise ShapeError(f"{name}.cache_of", "expected a layer where keys and values are shared, else None")
@@ -58,8 +55,6 @@ class Layer(LayerOptions):
 
 @dataclass(frozen=True, eq=False)
 class Decoder(DecoderOptions):
-    """A model, from token ids to logits."""
-
     dtype: torch.dtype
     embedding: Tensor  #: ``[vocab, hidden]``, bfloat16, float16 or float32
     layers: tuple[Layer, ...]
@@ -71,12 +66,10 @@ class Decoder(DecoderOptions):
 
     @property
     def hidden(self) -> int:
-        """Size of the residual stream."""
         return self.embedding.shape[-1]
 
     @property
     def vocab(self) -> int:
-        """Number of rows of the embedding."""
         return self.embedding.shape[0]
 
     @cached_property

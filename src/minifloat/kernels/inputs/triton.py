@@ -75,7 +75,6 @@ def quantize_groups(
     HARDWARE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Quantize ``GROUPS`` groups of columns."""
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group = (index // groups).to(tl.int64), index % groups
     col = (group * GROUP)[:, None] + tl.arange(0, CHUNK)[None, :]
@@ -145,7 +144,6 @@ def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows:
 
 
 def options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the launch of the kernel with the constants `arguments`."""
     elements = arguments["GROUPS"] * arguments["CHUNK"]
     return {"num_warps": min(max(elements // (32 * _PER_THREAD), 1), 16), **OPTIONS}
 

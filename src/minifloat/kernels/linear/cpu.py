@@ -18,7 +18,6 @@ _MOE = struct_of(STRUCTS["moe_args"])
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
-    """Validate the arguments of `run`."""
     if not has_kernel(x):
         raise unsupported("x", x)
     if x.ndim == 0 or x.shape[-1] != cols:

@@ -97,8 +97,6 @@ _INSTALL_OPENMP = f"install {_OPENMP} (Debian and Ubuntu: libgomp1; Fedora: libg
 
 
 class Library:
-    """The loaded library, bound to one instruction set."""
-
     def __init__(self, cdll: ctypes.CDLL, isa: str | None = None) -> None:
         self._cdll = cdll
         self._functions: dict[str, Callable[[int, object], int]] = {}
@@ -112,7 +110,6 @@ class Library:
         self._index = names.index(self.isa)
 
     def with_isa(self, isa: str) -> Library:
-        """Return the same library bound to another instruction set."""
         return Library(self._cdll, isa)
 
     @property
@@ -143,7 +140,6 @@ class Library:
         return bool(self._cdll.minifloat_rounds_inputs(self._index, address, rows, dtype))
 
     def release_threads(self) -> None:
-        """End the threads that compute for the calling thread."""
         self._cdll.minifloat_release_threads()
 
 
@@ -166,7 +162,6 @@ def load() -> Library | None:
 
 
 def require() -> Library:
-    """Return the library."""
     library = load()
     if library is None:
         raise KernelUnavailable(why_unavailable())
@@ -243,7 +238,6 @@ def open_library(candidates: list[Path]) -> LoadResult:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Open the library."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

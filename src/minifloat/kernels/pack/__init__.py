@@ -71,12 +71,10 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `data`."""
         return self.data.nbytes
 
     @property
     def form(self) -> Form:
-        """The form of the weight."""
         form = form_of(self.spec, self.shape)
         if isinstance(form, str):
             raise UnsupportedTensorError("weight", f"has no packed form: {form}")
@@ -90,11 +88,9 @@ class PackedWeight:
 
     @cached_property
     def pointers(self) -> Pointers:
-        """The pointers of a call with this weight alone."""
         return Pointers((self.address,), (self.shape[0],), self.shape[1])
 
     def check(self) -> None:
-        """Validate that `data` holds a packed weight of `spec` and `shape`, which the kernels rely on."""
         data = self.data
         if data.device.type != "cpu" or data.dtype != torch.uint8 or not data.is_contiguous():
             raise UnsupportedTensorError(
@@ -171,7 +167,6 @@ class PackedWeights(Sequence[PackedWeight]):
 
     @cached_property
     def pointers(self) -> Pointers:
-        """The pointers of a call with all weights."""
         addresses = [weight.address for weight in self._weights]
         return Pointers(addresses, [weight.shape[0] for weight in self._weights], self._weights[0].shape[1])
 
@@ -183,7 +178,6 @@ class PackedWeights(Sequence[PackedWeight]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[PackedWeight]: ...
     def __getitem__(self, index: int | slice) -> PackedWeight | Sequence[PackedWeight]:
-        """One of the weights, or several."""
         return self._weights[index]
 
 
@@ -236,7 +230,6 @@ def why_not(
 
 
 def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int | None = None) -> PackedWeight:
-    """Pack a weight."""
     runs_native = native.runs("pack", impl)
     codes, scale, factor, spec = _parts(weight)
     if len(weight.shape) != 2:

@@ -32,12 +32,10 @@ class Form:
 
     @property
     def element(self) -> int:
-        """``enum minifloat_element``."""
         return _ELEMENTS[self.format]
 
 
 def form_of(spec: WeightSpec | None, shape: tuple[int, int]) -> Form | str:
-    """Return the form of a weight, or why it has none."""
     rows, cols = shape
     if rows < 1 or cols < 1:
         return f"an empty weight {rows}x{cols}"
@@ -93,7 +91,6 @@ class Header:
         return cls(element, grid, rows, cols, block_cols, lanes, *offsets)
 
     def write(self) -> bytes:
-        """Return the bytes of the header."""
         return self.FORMAT.pack(
             self.MAGIC, self.VERSION, self.element, self.grid, self.rows, self.cols, self.block_cols,
             self.block_lanes, 0, self.row_scales, self.block_scales, self.steps, self.total,
@@ -101,7 +98,6 @@ class Header:
 
 
 def plan(form: Form) -> Header:
-    """Return the header of the packed form of a weight, with the offsets of its parts."""
     rows, cols = form.shape
     panels, steps = -(-rows // PANEL_ROWS), -(-cols // STEP_COLS)
     block_rows, block_cols = form.block
@@ -125,7 +121,6 @@ def inline_scale_bytes(form: Form) -> int:
 
 
 def step_bytes(form: Form) -> int:
-    """Return the bytes of a step with its scales."""
     return inline_scale_bytes(form) + PANEL_ROWS * STEP_COLS * form.format.bits // 8
 
 

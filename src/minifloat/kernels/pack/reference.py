@@ -54,7 +54,6 @@ def pack(codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed
 
 
 def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> None:
-    """Fill `codes` and `scales`."""
     header = plan(form)
     rows = form.shape[0]
     row_scales = packed[header.row_scales : header.block_scales].view(torch.float32)[:rows]
@@ -99,7 +98,6 @@ def _floats(packed: Tensor, begin: int, end: int, values: Tensor) -> None:
 
 
 def _padded(values: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
-    """Pad a matrix with zeros below and to the right."""
     rows, cols = values.shape[:2]
     return torch.nn.functional.pad(values, (0, -cols % col_multiple, 0, -rows % row_multiple))
 
@@ -135,7 +133,6 @@ def _block_scales(scales: Tensor, form: Form, header: Header) -> Tensor:
 
 
 def _unpacked_block_scales(data: Tensor, form: Form, header: Header) -> Tensor:
-    """Invert `_block_scales`: ``[ceil(N / block rows), groups]``."""
     panels, groups = -(-form.shape[0] // PANEL_ROWS), -(-form.shape[1] // form.block[1])
     count = panels * groups * header.block_lanes
     values = data[: count * torch.float32.itemsize].view(torch.float32).view(panels, groups, header.block_lanes)
@@ -172,7 +169,6 @@ def _steps(elements: Tensor, inline: Tensor | None, form: Form) -> Tensor:
 
 
 def _from_steps(data: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
-    """Invert `_steps`: elements ``[N, K]`` and inline scales ``[N, groups]``."""
     panels, steps = -(-form.shape[0] // PANEL_ROWS), -(-form.shape[1] // STEP_COLS)
     by_step, head = data.view(panels, steps, -1), inline_scale_bytes(form)
     body = by_step[:, :, head:]

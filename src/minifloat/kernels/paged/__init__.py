@@ -26,7 +26,6 @@ __all__ = [
 
 
 def _on(x: Tensor) -> ModuleType:
-    """Return the module that computes on the device of a tensor."""
     if x.is_cuda and is_installed():
         from minifloat.kernels.paged import triton
 

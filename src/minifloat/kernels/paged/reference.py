@@ -19,8 +19,6 @@ ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": tor
 
 
 class PagedCache:
-    """The memory of a paged KV cache."""
-
     def __init__(
         self,
         layers: int,
@@ -44,17 +42,14 @@ class PagedCache:
 
     @staticmethod
     def bytes_per_block(layers: int, kv_heads: int, head_dim: int, element: str) -> int:
-        """Bytes of one block over all layers and heads."""
         itemsize = lookup("element of a cache", element, ELEMENTS).itemsize
         return layers * 2 * kv_heads * BLOCK_TOKENS * head_dim * itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         return self.data.nbytes
 
     def write(self, layer: int, cache_rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store tokens, in plain PyTorch."""
         block, row = (cache_rows // BLOCK_TOKENS).long(), (cache_rows % BLOCK_TOKENS).long()
         for index, x in enumerate((keys, values)):
             if self.element == E4M3.name:
@@ -74,7 +69,6 @@ class PagedCache:
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Implement `minifloat.kernels.paged.add_norm`."""
     if delta is not None:
         x += delta
     return norm(x, weight, eps).to(dtype)
@@ -95,7 +89,6 @@ def rotate_and_store(
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
-    """Implement `minifloat.kernels.paged.rotate_and_store`."""
     kv_heads, d = cache.data.shape[3], cache.data.shape[5]
     heads = qkv.shape[-1] // d - 2 * kv_heads
     q, k, v = torch.split_with_sizes(qkv.float().view(qkv.shape[0], -1, d), [heads, kv_heads, kv_heads], 1)
@@ -114,7 +107,6 @@ def _rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """Implement `minifloat.kernels.paged.silu_and_multiply`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
@@ -122,7 +114,6 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 def attend(
     q: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """Implement `minifloat.kernels.paged.attend`."""
     keys, values = cache.read(layer, tables)
     distance = positions[:, None] - torch.arange(keys.shape[1], device=q.device)
     hidden = distance < 0

@@ -75,7 +75,6 @@ def _add_norm(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Implement `minifloat.kernels.paged.add_norm`."""
     rows, hidden = x.shape
     out = torch.empty(rows, hidden, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
@@ -162,7 +161,6 @@ def rotate_and_store(
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
-    """Implement `minifloat.kernels.paged.rotate_and_store`."""
     data = cache.data[layer]
     kv_heads, d = data.shape[2], data.shape[4]
     heads = qkv.shape[-1] // d - 2 * kv_heads
@@ -212,7 +210,6 @@ def _silu_and_multiply(gate_up, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """Implement `minifloat.kernels.paged.silu_and_multiply`."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
     overlap = overlaps(gate_up.device)
@@ -250,7 +247,6 @@ def _attend(
     FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend to one run of the keys of one sequence and key-value head."""
     wait(OVERLAP)
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(positions + row * position_stride) + 1
@@ -322,7 +318,6 @@ def _attend(
 def attend(
     q: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """Implement `minifloat.kernels.paged.attend`."""
     rows, heads, d = q.shape
     data = cache.data[layer]
     kv_heads = data.shape[2]

@@ -67,7 +67,6 @@ def quantize_rows(
     device: str = "cuda",
     out: Outputs = (None, None),
 ) -> QuantizedRows:
-    """Quantize a slab of rows of a weight."""
     _check_source(data, dtype, shape)
     packed = spec.element.bits * 2 == _BYTE_BITS
     rows, cols = shape

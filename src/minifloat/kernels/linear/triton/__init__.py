@@ -18,7 +18,6 @@ __all__ = ["GpuWeight", "check", "pack", "run", "traced", "why_not", "why_unavai
 
 
 def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:
-    """Validate the arguments of `run`."""
     rows, cols = weight.shape
     if x.ndim == 0 or x.shape[-1] != cols:
         raise ShapeError("x", f"expected [..., {cols}] for a weight {rows}x{cols}, got {list(x.shape)}")
@@ -31,7 +30,6 @@ def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:
 
 
 def run(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ W.T + bias``."""
     from minifloat.kernels.linear.triton.product import multiply
 
     matrix = x.reshape(-1, x.shape[-1])

@@ -51,7 +51,6 @@ class Device:
     @classmethod
     @functools.cache
     def of(cls, device: torch.device) -> Device:
-        """Return the properties of a device of this machine."""
         properties = torch.cuda.get_device_properties(device)
         return cls(
             (properties.major, properties.minor),
@@ -88,7 +87,6 @@ def _why_not(device: torch.device) -> str:
 
 
 def prepare(device: torch.device) -> None:
-    """Allocate the counters of a device, which is not possible while a graph is captured."""
     if device not in _ROWS:
         _ROWS[device] = torch.zeros((_STREAMS, MAX_TILES), dtype=torch.int32, device=device), {}
         torch.cuda.synchronize(device)
@@ -128,8 +126,6 @@ _RESERVED = 1 << 10  #: bytes of shared memory that a CTA cannot use
 
 @dataclass(frozen=True)
 class Config:
-    """The tiles of one product."""
-
     rows_m: int
     rows_n: int
     tiles: int
@@ -139,7 +135,6 @@ class Config:
 
     @property
     def is_large(self) -> bool:
-        """Whether the weight is decoded into memory first."""
         return self.split == 0
 
 
@@ -147,7 +142,6 @@ LARGE = Config(0, 0, 0, 0, 0, 0)
 
 
 def choose(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
-    """Return the configuration of a product."""
     measured = _table(device.name).get((form, *shape, bucket(rows), parts))
     return measured if measured is not None else by_arithmetic(form, shape, rows, parts, device)
 
@@ -270,7 +264,6 @@ def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
 
 
 def write_table(path: Path, table: dict[tuple[Any, ...], Config]) -> None:
-    """Write a table that `read_table` reads."""
     rows = [
         {"form": form.name, "n": n, "k": k, "rows": rows, "parts": parts, "config": asdict(config)}
         for (form, n, k, rows, parts), config in table.items()

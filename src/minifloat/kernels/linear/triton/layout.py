@@ -47,12 +47,10 @@ class Order(enum.IntEnum):
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> Order:
-        """Return the order for a compute capability."""
         return cls.NARROW if capability[0] in (9, 10) else cls.WIDE
 
 
 def form_of(spec: WeightSpec, shape: tuple[int, int]) -> GpuForm | str:
-    """Return the form of a weight, or why it has none."""
     form = cpu_form_of(spec, shape)
     if isinstance(form, str):
         return form
@@ -127,7 +125,6 @@ def pack_elements(elements: Tensor, form: GpuForm, order: Order) -> Tensor:
 
 
 def unpack_elements(pairs: Tensor, shape: tuple[int, int], form: GpuForm, order: Order) -> Tensor:
-    """Invert `pack_elements`: uint8 ``[N, K]``."""
     panels, tiles = -(-shape[0] // PANEL_ROWS), -(-shape[1] // TILE_COLS)
     cols, names = _columns(form, order)
     lengths = dict(zip("prwhgc" + names, (panels, 2, 4, 2, 8, tiles, *cols), strict=True))
@@ -187,7 +184,6 @@ def pack_factors(codes: Tensor, form: GpuForm) -> Tensor:
 
 
 def unpack_factors(words: Tensor, shape: tuple[int, int], groups: int) -> Tensor:
-    """Invert `pack_factors`: uint8 ``[N, groups]``."""
     panels, tiles = -(-shape[0] // PANEL_ROWS), -(-shape[1] // TILE_COLS)
     view = words.view(torch.uint8).view(panels, tiles, 2, -1, 4, 8, 2, 4)
     return view.permute(0, 2, 4, 6, 5, 1, 3, 7).reshape(panels * PANEL_ROWS, -1)[: shape[0], :groups].contiguous()
@@ -206,7 +202,6 @@ def code_powers(elements: Tensor, scales: Tensor, element: ElementFormat) -> tup
 
 
 def powers(fields: Tensor, largest: Tensor) -> Tensor:
-    """Invert `code_powers`; exact for scales that were neither clamped nor flushed."""
     return (largest[:, None].int() - TOP + fields.int()).to(torch.uint8)
 
 
@@ -220,7 +215,6 @@ def code_scales(scales: Tensor) -> Tensor:
 
 
 def scales_of(codes: Tensor) -> Tensor:
-    """Invert `code_scales`: uint8 E4M3."""
     table = torch.zeros(1 << 8, dtype=torch.uint8)
     scales = torch.arange(1, E4M3.max_code + 1, dtype=torch.uint8)
     table[code_scales(scales).long()] = scales

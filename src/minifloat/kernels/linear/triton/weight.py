@@ -40,24 +40,20 @@ class GpuWeight:
 
     @cached_property
     def form(self) -> GpuForm:
-        """The form of the weight."""
         form = form_of(self.spec, self.shape)
         assert isinstance(form, GpuForm)
         return form
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     @property
     def tiles(self) -> int:
-        """Tiles of 128 columns."""
         return -(-self.shape[1] // TILE_COLS)
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
         return self.spec.granularity.block(self.shape)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -107,7 +103,6 @@ def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str
 
 
 def pack(weight: QuantizedTensor) -> GpuWeight:
-    """Pack a weight on its device."""
     problem = why_not(weight.spec, weight.shape, weight.codes.device)
     if problem:
         raise UnsupportedTensorError("weight", f"has no packed form: {problem}")

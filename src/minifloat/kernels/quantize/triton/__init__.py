@@ -130,7 +130,6 @@ def launch(w: Tensor, spec: WeightSpec, tensor_amax: float | None, codes: Tensor
 
 
 def options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the launch of a kernel with the constants `arguments`."""
     block = arguments["PARTS"] * arguments["VECTOR"]
     searches = arguments["PART_AXIS"] == 0
     per_thread = block if searches else _PER_THREAD

@@ -54,7 +54,6 @@ def _mask(exists, row, rows, col, cols, RAGGED: tl.constexpr):
 
 @triton.jit
 def _finite(bits):
-    """Replace NaN and Inf by zeros."""
     return tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)
 
 
@@ -106,7 +105,6 @@ def _cast(
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
 ):
-    """Round a tile and store its codes."""
     w = float_of(bits & MAGNITUDE)
     if POWERS:
         quotient = w * _spread(inverse_of_power(factor), PART_AXIS)

@@ -146,7 +146,6 @@ def block_scales(
     LAST_SCALE: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
 ):
-    """Compute the scales of blocks."""
     if SCALING == FLOAT_SCALES:
         factor = float_scales(amax, LARGEST)
         stored = factor
