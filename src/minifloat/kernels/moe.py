@@ -7,16 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, ops
 from minifloat.kernels.dtypes import has_kernel, unsupported
 from minifloat.kernels.linear import cpu, int8, reference
 from minifloat.kernels.pack import PackedExperts, PackedWeight
 
-__all__ = ["IMPLEMENTATIONS", "PackedExperts", "moe_linear", "sort_by_expert"]
-
-#: Values of `impl` besides "auto".
-IMPLEMENTATIONS = ("reference", "cpu")
+__all__ = ["PackedExperts", "moe_linear", "sort_by_expert"]
 
 
 def moe_linear(
@@ -36,7 +33,7 @@ def moe_linear(
     eager = ops.is_eager(x, (biases,))
     if eager:  # while torch traces there are no values; the op checks them when it runs
         ops.check_groups(offsets, x_rows, len(experts), x.shape[0])
-    if not _runs_native(impl):
+    if not native.runs("moe_linear", impl):
         return _multiply_in_torch(x, experts, offsets, x_rows, biases, int8_inputs)
     if eager:
         return cpu.run_experts(x, experts.pointers, offsets, x_rows, biases, int8_inputs)
@@ -59,20 +56,6 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
     offsets = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(flat.bincount(minlength=experts), 0, out=offsets[1:])
     return offsets, order // max(expert_ids.shape[1], 1), order
-
-
-def _runs_native(impl: str) -> bool:
-    """Return whether the native library multiplies, rather than the reference."""
-    if impl == "auto":
-        return native.load() is not None
-    if impl == "reference":
-        return False
-    if impl != "cpu":
-        known = ", ".join(IMPLEMENTATIONS)
-        raise KernelUnavailable(f"moe_linear has no implementation {impl!r}; available: auto, {known}")
-    if native.load() is None:
-        raise KernelUnavailable(f"moe_linear(impl='cpu') cannot run: {native.why_unavailable()}")
-    return True
 
 
 def _check(x: Tensor, experts: PackedExperts, biases: Tensor | None) -> None:

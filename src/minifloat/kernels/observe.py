@@ -15,11 +15,8 @@ from torch import Tensor
 from minifloat.errors import UnsupportedTensorError
 from minifloat.kernels import native
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native import IMPLEMENTATIONS, STRUCTS
+from minifloat.kernels.native import STRUCTS
 from minifloat.numerics.histogram import BINS, count_magnitudes
-
-__all__ = ["DTYPES", "IMPLEMENTATIONS", "observe"]
-
 
 #: Minimum elements per thread: a few hundred microseconds of work, for which waking a thread pays off.
 _SHARE_AMAX = 1 << 20

@@ -37,13 +37,7 @@ def linear(
 
 
 @linear.register_fake
-def _(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Sequence[int],
-    int8_inputs: bool = False,
-) -> Tensor:
+def _(x: Tensor, weights: object, biases: object, rows: Sequence[int], int8_inputs: bool = False) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(rows)))
 
 
@@ -69,13 +63,7 @@ def moe_linear(
 
 @moe_linear.register_fake
 def _(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    offsets: Tensor,
-    x_rows: Tensor | None,
-    biases: Tensor | None,
-    rows: int,
-    int8_inputs: bool = False,
+    x: Tensor, weights: object, offsets: object, x_rows: Tensor | None, biases: object, rows: int, *_: object
 ) -> Tensor:
     return x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
 

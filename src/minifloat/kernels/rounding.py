@@ -8,11 +8,9 @@ from torch import Tensor
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native import IMPLEMENTATIONS, STRUCTS, format_struct
+from minifloat.kernels.native import STRUCTS, format_struct
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import ElementFormat
-
-__all__ = ["GRAM_DTYPES", "IMPLEMENTATIONS", "gram", "round_with_feedback"]
 
 GRAM_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import bits
 
-from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import inputs as module
 from minifloat.kernels import native
 from minifloat.kernels.inputs import round_inputs
@@ -157,8 +157,8 @@ def test_unsupported_input_formats_are_refused_by_every_implementation(impl: str
         round_inputs(torch.tensor(1.0), SPECS["fp8-dynamic"], impl=impl)
 
 
-def test_an_implementation_that_does_not_exist_is_unavailable() -> None:
-    with pytest.raises(KernelUnavailable, match="available: auto, reference, cpu"):
+def test_an_implementation_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="valid: auto, reference, cpu"):
         round_inputs(inputs(2, 128), SPECS["fp8-dynamic"], impl="cutlass")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.errors import ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
 from minifloat.kernels.linear import linear
 from minifloat.kernels.moe import PackedExperts, moe_linear, sort_by_expert
@@ -219,5 +219,5 @@ def test_experts_of_several_kinds_are_refused() -> None:
 
 
 def test_an_implementation_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(KernelUnavailable, match="available: auto, reference, cpu"):
+    with pytest.raises(UnknownNameError, match="valid: auto, reference, cpu"):
         moe_linear(inputs(1, torch.float32), experts("fp8", 1), torch.tensor([0, 1]), impl="triton")

@@ -11,8 +11,9 @@ import torch
 from modes import each_pair
 from torch import Tensor
 
+from minifloat.kernels import paged as reference
 from minifloat.kernels.decoder import BLOCK_TOKENS
-from minifloat.kernels.paged import PagedCache, reference, rotary_table
+from minifloat.kernels.paged import PagedCache, rotary_table
 from minifloat.kernels.paged import triton as fast
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E4M3

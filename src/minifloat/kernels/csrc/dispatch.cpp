@@ -236,39 +236,28 @@ int32_t minifloat_isa_supported(int32_t isa) { return runs_here(isa); }
 
 int32_t minifloat_invariant_isa(int32_t isa) { return runs_here(isa) ? invariant_isa(isa) : -1; }
 
-int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args) {
-    const minifloat::DefaultFloatEnvironment environment;
-    return run(isa, *args, &Isa::quantize_rows);
-}
+#define MINIFLOAT_ENTRY(name, Args) \
+    int32_t minifloat_##name(int32_t isa, struct Args* args) { return run(isa, *args, &Isa::name); }
+// Of functions that compute in the calling thread, whatever its floating-point environment is.
+#define MINIFLOAT_IEEE_ENTRY(name, Args)                         \
+    int32_t minifloat_##name(int32_t isa, struct Args* args) {   \
+        const minifloat::DefaultFloatEnvironment environment;    \
+        return run(isa, *args, &Isa::name);                      \
+    }
 
-int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args) {
-    const minifloat::DefaultFloatEnvironment environment;
-    return run(isa, *args, &Isa::round_inputs);
-}
-
-int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args) {
-    const minifloat::DefaultFloatEnvironment environment;
-    return run(isa, *args, &Isa::amax);
-}
-
-int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) {
-    const minifloat::DefaultFloatEnvironment environment;
-    return run(isa, *args, &Isa::histogram);
-}
-
-int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args) {
-    return run(isa, *args, &Isa::round_with_feedback);
-}
-
-int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args) { return run(isa, *args, &Isa::gram); }
+MINIFLOAT_IEEE_ENTRY(quantize_rows, minifloat_quantize_rows_args)
+MINIFLOAT_IEEE_ENTRY(round_inputs, minifloat_round_inputs_args const)
+MINIFLOAT_IEEE_ENTRY(amax, minifloat_amax_args)
+MINIFLOAT_IEEE_ENTRY(histogram, minifloat_histogram_args)
+MINIFLOAT_ENTRY(round_with_feedback, minifloat_round_with_feedback_args const)
+MINIFLOAT_ENTRY(gram, minifloat_gram_args const)
+MINIFLOAT_ENTRY(pack, minifloat_pack_args const)
+MINIFLOAT_ENTRY(unpack, minifloat_pack_args const)
+MINIFLOAT_ENTRY(read, minifloat_read_args)
 
 int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {
     return kIsas[kIsaCount - 1].packed_bytes(*args);
 }
-
-int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args) { return run(isa, *args, &Isa::pack); }
-
-int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args) { return run(isa, *args, &Isa::unpack); }
 
 int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args) {
     return run(isa, *args, &Isa::linear, args->batch_invariant);
@@ -286,7 +275,5 @@ int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args) {
     const minifloat::DefaultFloatEnvironment environment;
     return run(isa, *args, &Isa::step, args->decoder->batch_invariant);
 }
-
-int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) { return run(isa, *args, &Isa::read); }
 
 }  // extern "C"

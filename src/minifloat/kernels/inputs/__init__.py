@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads, triton_runtime
 from minifloat.kernels.dtypes import DTYPES, has_kernel
 from minifloat.kernels.native import CONSTANTS, STRUCTS, format_struct
@@ -20,27 +20,15 @@ from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
 
-__all__ = ["IMPLEMENTATIONS", "quantize_inputs", "round_inputs"]
-
-#: Values of `impl` besides "auto".
-IMPLEMENTATIONS = ("reference", "cpu")
-
 
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """Quantize an input and dequantize it: ``decode(encode(x / scale)) * scale`` in float32."""
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        known = f"auto, {', '.join(IMPLEMENTATIONS)}"
-        raise KernelUnavailable(f"round_inputs has no implementation {impl!r}; available: {known}")
     check_activation(spec, scale)
     if x.ndim == 0:
         raise ShapeError("x", "expected [..., K], got a scalar")
-    if impl == "reference":
-        return _round_in_torch(x, spec, scale)
-    reason = _why_not_native(x, spec, scale)
-    if not reason:
+    reason = "" if impl == "reference" else _why_not_native(x, spec, scale)
+    if native.runs("round_inputs", impl, reason):
         return _round_native(x, spec, scale)
-    if impl == "cpu":
-        raise KernelUnavailable(f"round_inputs(impl='cpu') cannot run: {reason}")
     return _round_in_torch(x, spec, scale)
 
 
@@ -48,8 +36,6 @@ def quantize_inputs(
     x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *, row_multiple: int = 1, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Quantize an input into codes and scales, for a product of codes."""
-    if impl not in ("auto", "reference", "triton"):
-        raise KernelUnavailable(f"quantize_inputs has no implementation {impl!r}; available: auto, reference, triton")
     check_activation(spec, scale)
     if spec.scale is not FLOAT32:
         raise UnsupportedTensorError(
@@ -60,25 +46,26 @@ def quantize_inputs(
         raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")
     rows = -(-x.shape[0] // row_multiple) * row_multiple
     reason = "" if impl == "reference" else _why_not_triton(x, spec, scale)
-    if reason and impl == "triton":
-        raise KernelUnavailable(f"quantize_inputs(impl='triton') cannot run: {reason}")
-    if reason or impl == "reference":
-        codes, grid = _quantize_in_torch(x, spec, scale, rows)
-    else:
+    if native.runs("quantize_inputs", impl, reason, "triton"):
         from minifloat.kernels.inputs import triton
 
         codes, grid = triton.quantize_inputs(x, spec, scale, rows)
+    else:
+        codes, grid = _quantize_in_torch(x, spec, scale, rows)
     return codes.view(torch_dtype(spec.element)), grid
 
 
-def _why_not_triton(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
+def _why_plain_torch(x: Tensor, scale: Tensor | None) -> str:
+    """Return why no kernel takes the arguments: torch traces, or a gradient is required."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return f"it takes plain tensors and is not traced, got {type(x).__name__}"
-    if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):
-        return "it has no gradient"
-    if x.dtype not in DTYPES:
-        return f"it takes bfloat16, float16 and float32, got {x.dtype}"
-    reason = triton_runtime.why_unavailable(str(x.device))
+    has_gradient = x.requires_grad or (scale is not None and scale.requires_grad)
+    return "it has no gradient" if torch.is_grad_enabled() and has_gradient else ""
+
+
+def _why_not_triton(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
+    dtype_reason = "" if x.dtype in DTYPES else f"it takes bfloat16, float16 and float32, got {x.dtype}"
+    reason = _why_plain_torch(x, scale) or dtype_reason or triton_runtime.why_unavailable(str(x.device))
     if reason:
         return reason
     from minifloat.kernels.inputs import triton
@@ -87,16 +74,12 @@ def _why_not_triton(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> st
 
 
 def _why_not_native(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
-    """Return why the native library cannot run here or does not take `x` or `spec`; empty if it can."""
     if spec.scale is not FLOAT32:
         return f"it computes float32 scales, not {spec.scale.name} scales"
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return f"it takes plain tensors and is not traced, got {type(x).__name__}"
-    if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):
-        return "it has no gradient"
-    if not has_kernel(x):
+    reason = _why_plain_torch(x, scale)
+    if not reason and not has_kernel(x):
         return f"it takes bfloat16, float16 and float32 on the CPU, got {x.dtype} on {x.device}"
-    return "" if native.load() is not None else native.why_unavailable()
+    return reason or ("" if native.load() is not None else native.why_unavailable())
 
 
 def _round_native(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:

@@ -68,25 +68,7 @@ def struct_of(structure: type[ctypes.Structure]) -> struct.Struct:
     return packer
 
 
-__all__ = [
-    "ABI_VERSION",
-    "FILE_NAMES",
-    "IMPLEMENTATIONS",
-    "Library",
-    "LoadResult",
-    "folders",
-    "isa",
-    "load",
-    "open_library",
-    "require",
-    "runs",
-    "using",
-    "why_unavailable",
-]
-
 ABI_VERSION = CONSTANTS["ABI_VERSION"]
-#: Of ops without a kernel for GPUs: "auto" is the native library if it is loaded, else the reference.
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -157,8 +139,7 @@ _result: LoadResult | None = None
 
 def load() -> Library | None:
     """Return the library, or None if it was not built or cannot be loaded (`why_unavailable` gives the reason)."""
-    result = _result
-    return _load().library if result is None else result.library
+    return _load().library
 
 
 def require() -> Library:
@@ -173,13 +154,14 @@ def why_unavailable() -> str:
     return _load().reason
 
 
-def runs(op: str, impl: str) -> bool:
-    """Return whether a call of `op` goes to the native library and not to its reference, as `impl` asks."""
-    if impl not in IMPLEMENTATIONS:
-        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
-    reason = why_unavailable()
-    if impl == "cpu" and reason:
-        raise KernelUnavailable(f"{op}(impl='cpu') cannot run: {reason}")
+def runs(op: str, impl: str, reason: str | None = None, named: str = "cpu") -> bool:
+    """Return whether `named` computes `op`, not its reference; `reason`: why it cannot, by default the library's."""
+    known = ("auto", "reference", named)
+    if impl not in known:
+        raise UnknownNameError("impl", impl, known)
+    reason = why_unavailable() if reason is None else reason
+    if impl == named and reason:
+        raise KernelUnavailable(f"{op}(impl={impl!r}) cannot run: {reason}")
     return impl != "reference" and not reason
 
 
@@ -191,10 +173,10 @@ def isa() -> str:
 
 def _load() -> LoadResult:
     global _result
-    with _lock:
-        if _result is None:
-            _result = open_library(folders())
-        return _result
+    if _result is None:
+        with _lock:
+            _result = _result or open_library(folders())
+    return _result
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native
-from minifloat.kernels.native import IMPLEMENTATIONS, STRUCTS
+from minifloat.kernels.native import STRUCTS
 from minifloat.kernels.pack import reference
 from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, VECTOR_BYTES, Form, Header, form_of, plan
 from minifloat.kernels.threads import count
@@ -210,9 +210,6 @@ def _unpack(codes: Tensor, scales: Tensor | None, form: Form, data: Tensor, use_
         native.require().call("unpack", _args(codes, scales, 1.0, form, data, None))
     else:
         reference.unpack(codes, scales, form, data)
-
-
-__all__ = ["FusedWeights", "IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
 
 
 def why_not(
