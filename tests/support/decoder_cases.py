@@ -1,15 +1,14 @@
-"""Small random models of transformers, the decoders of their weights, and sequences run through both."""
+"""Small random decoders, and sequences that run through them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
-from native_cases import SIZES, VOCAB
+from native_cases import VOCAB
 from torch import Tensor
 
 from minifloat.kernels.decoder import (
@@ -34,114 +33,9 @@ from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 
-_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    "llama3-rope": lambda: transformers.LlamaConfig(
-        **SIZES,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=21),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=18, max_window_layers=1),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=24),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=6, sliding_window=None),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **_EXPERTS, norm_topk_prob=True),
-    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **SIZES, **_EXPERTS, shared_expert_intermediate_size=80, mlp_only_layers=[1]
-    ),
-}
-
-
-def model_of(name: str) -> Any:
-    """Return a float32 model with bfloat16 values as weights, so that packing does not change them."""
-    torch.manual_seed(0)
-    models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms and biases away from one and zero, and linears large enough that the layers matter.
-            wide = torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.2)
-            centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
-            parameter.copy_((wide + centre).bfloat16())
-    return model
-
 
 def _packed(weight: Tensor) -> PackedWeight:
     return pack(weight.detach().bfloat16())
-
-
-def _mlp(module: Any) -> Mlp:
-    parts = (module.gate_proj, module.up_proj)
-    biases = None if parts[0].bias is None else tuple(part.bias.detach() for part in parts)
-    down_bias = None if module.down_proj.bias is None else module.down_proj.bias.detach()
-    return Mlp(FusedWeights([_packed(p.weight) for p in parts]), _packed(module.down_proj.weight), biases, down_bias)
-
-
-def _experts(module: Any, apart: bool) -> Experts:
-    gate_up, shared = module.experts.gate_up_proj.detach(), getattr(module, "shared_expert", None)
-    halves = gate_up.chunk(2, dim=1) if apart else (gate_up,)
-    return Experts(
-        router=Router(
-            module.gate.weight.detach(), top_k=module.gate.top_k, normalize=getattr(module.gate, "norm_topk_prob", True)
-        ),
-        gate_up=tuple(PackedExperts([_packed(w) for w in half]) for half in halves),
-        down=PackedExperts([_packed(w) for w in module.experts.down_proj]),
-        shared=None if shared is None else _mlp(shared),
-        shared_gate=None if shared is None else module.shared_expert_gate.weight.detach()[0],
-    )
-
-
-def decoder_of(model: Any, dtype: torch.dtype = torch.float32, apart: bool = True) -> Decoder:
-    """Return the decoder of a model; `apart`: gate and up of experts as two weights."""
-    config, layers, embedding = model.config, [], model.model.rotary_emb
-    rotary = Rotary(embedding.inv_freq, embedding.attention_scaling)
-    for module in model.model.layers:
-        attention = module.self_attn
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        layers.append(
-            Layer(
-                _norm(module.input_layernorm),
-                Attention(
-                    heads=config.num_attention_heads,
-                    kv_heads=config.num_key_value_heads,
-                    head_dim=attention.head_dim,
-                    scale=attention.scaling,
-                    qkv=FusedWeights([_packed(part.weight) for part in parts]),
-                    out=_packed(attention.o_proj.weight),
-                    qkv_bias=None if parts[0].bias is None else tuple(part.bias.detach() for part in parts),
-                    out_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
-                    rotary=rotary,
-                    q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-                    k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-                    window=getattr(attention, "sliding_window", None) or _window_of(config),
-                ),
-                _norm(module.post_attention_layernorm),
-                _experts(module.mlp, apart) if hasattr(module.mlp, "experts") else _mlp(module.mlp),
-            )
-        )
-    return Decoder(
-        dtype=dtype,
-        embedding=model.model.embed_tokens.weight.detach(),
-        layers=tuple(layers),
-        norm=_norm(model.model.norm),
-        lm_head=_packed(model.lm_head.weight),
-    )
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
-
-
-def _window_of(config: Any) -> int | None:
-    return config.sliding_window if isinstance(config, transformers.MistralConfig) else None
 
 
 @dataclass

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from minifloat.kernels import native
@@ -84,6 +86,21 @@ BARS = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}
 HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 #: Outputs that a relative L2 error is averaged over at least.
 ENOUGH = 1000
+
+
+def inputs(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@contextmanager
+def flushing_subnormals() -> Iterator[None]:
+    """The calling thread flushes subnormal numbers; skips the test where the processor cannot."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def values_of(element: ElementFormat) -> torch.Tensor:

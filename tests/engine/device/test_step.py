@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import VOCAB, Session, decoder_of, model_of, prompt
+from decoder_cases import prompt
+from native_cases import VOCAB, model_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,7 +30,7 @@ from minifloat.model.runtime.linear import QuantizedLinear, QuantizedWeight
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 
-NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
+NAMES = ["llama", "mistral", "qwen2", "qwen3"]
 BLOCKS, ROWS, LENGTH = 40, 9, 128
 
 
@@ -97,9 +98,9 @@ class Sequences:
 
 @devices
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_the_reference_and_of_transformers_in_mixed_batches(name: str, device: str) -> None:
+def test_logits_are_those_of_transformers_in_mixed_batches(name: str, device: str) -> None:
     model = model_of(name)
-    mine, theirs = Sequences(runner_of(model, device=device)), Session.start(decoder_of(model), "reference")
+    mine = Sequences(runner_of(model, device=device))
     texts: dict[str, list[int]] = {}
     batches = [
         {"a": prompt(50), "b": prompt(1, 1), "c": prompt(33, 2)},  # pieces and a single token
@@ -110,11 +111,9 @@ def test_logits_are_those_of_the_reference_and_of_transformers_in_mixed_batches(
     ]
     for batch in batches:
         found = mine.run(batch)
-        expected = theirs.run(batch)
         for each, tokens in batch.items():
             texts[each] = [*texts.get(each, []), *tokens]
             whole = model(torch.tensor([texts[each]])).logits[0, -1].detach()
-            torch.testing.assert_close(found[each], expected[each][-1], atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(found[each], whole, atol=5e-5, rtol=1e-4)
 
 

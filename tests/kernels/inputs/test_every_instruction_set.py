@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
-from kernel_cases import DTYPES, Kernels, bits
+from kernel_cases import DTYPES, Kernels, bits, flushing_subnormals, inputs
+from quantize_cases import every_binade, sixteen_bit_values, ties_and_neighbours
 
 from minifloat.kernels.inputs import round_inputs
 from minifloat.numerics.formats import E4M3
@@ -36,32 +35,8 @@ dynamic_specs = pytest.mark.parametrize("spec", DYNAMIC.values(), ids=DYNAMIC)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def inputs(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def float32_of_every_binade(count: int) -> torch.Tensor:
-    """Random bits: subnormals, NaN and Inf among them."""
-    generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64)
-        .to(torch.int32)
-        .view(torch.float32)
-    )
-
-
-def every_value(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-
-
-def orders(values: torch.Tensor) -> Iterable[torch.Tensor]:
-    """As they are, so that neighbours are of similar size, and shuffled, so that every block spans many binades."""
-    yield values
-    yield values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0))]
-
-
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits, signs of zeros included; any NaN for a NaN."""
+    """The same bits, flushing_subnormals, signs of zeros included; any NaN for a NaN."""
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)
     assert torch.equal(bits(actual)[~nan], bits(expected)[~nan])
@@ -92,12 +67,13 @@ def test_ragged_shapes_with_a_given_scale(kernels: Kernels, dtype: torch.dtype) 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_value_under_a_given_scale(kernels: Kernels, dtype: torch.dtype, scale: float) -> None:
-    check(kernels, every_value(dtype).view(64, 1024), STATIC, scale)
+    check(kernels, torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 1024), STATIC, scale)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_float32_of_every_binade_under_a_given_scale(kernels: Kernels, scale: float) -> None:
-    check(kernels, float32_of_every_binade(70 * 513).view(70, 513), STATIC, scale)
+    for order in every_binade(70, 513):
+        check(kernels, order, STATIC, scale)
 
 
 @dynamic_specs
@@ -105,10 +81,8 @@ def test_float32_of_every_binade_under_a_given_scale(kernels: Kernels, scale: fl
 def test_every_magnitude_in_one_block_and_in_blocks_of_its_own(
     kernels: Kernels, spec: ActivationSpec, dtype: torch.dtype
 ) -> None:
-    values = float32_of_every_binade(2**16) if dtype is torch.float32 else every_value(dtype)
-    values = torch.where(values.isfinite(), values, torch.zeros_like(values))
-    for order in orders(values):
-        check(kernels, order.view(256, 256), spec)
+    for order in every_binade(256, 256) if dtype is torch.float32 else sixteen_bit_values(dtype):
+        check(kernels, order, spec)
 
 
 @dynamic_specs
@@ -151,13 +125,7 @@ def test_zeros_keep_their_sign_and_the_smallest_numbers_do_not_divide_by_zero(
 
 @pytest.mark.parametrize("scale", [1.0, 0.75, 1 / 3])
 def test_ties_and_their_neighbours(kernels: Kernels, scale: float) -> None:
-    """The values of the format, the midpoints between them and beyond the last, and one ulp to either side."""
-    values = torch.tensor([E4M3.decode(code) for code in range(E4M3.max_code + 1)])
-    midpoints = (values[1:] + values[:-1]) / 2
-    points = torch.cat((values, midpoints, torch.tensor([E4M3.max * 1.01, E4M3.max * 1.1, 1e30])))
-    infinity = torch.tensor(torch.inf)
-    near = torch.cat((points, torch.nextafter(points, infinity), torch.nextafter(points, -infinity))) * scale
-    check(kernels, torch.cat((near, -near))[None], STATIC, scale)
+    check(kernels, ties_and_neighbours(E4M3, scale), STATIC, scale)
 
 
 @dtypes
@@ -191,12 +159,8 @@ def test_the_floating_point_mode_of_the_caller_changes_no_bit(
     cases: list[tuple[ActivationSpec, torch.Tensor | None]] = [(spec, None) for spec in DYNAMIC.values()]
     cases += [(STATIC, torch.tensor(tiny / 64))]
     expected = [round_inputs(x, *case, impl="reference") for case in cases]
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormal numbers")
-    try:
+    with flushing_subnormals():
         results = [kernels.round_inputs(x, *case, threads) for case in cases]
-    finally:
-        torch.set_flush_denormal(False)
     for actual, wanted in zip(results, expected, strict=True):
         assert_same(actual, wanted)
 

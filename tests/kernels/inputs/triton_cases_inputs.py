@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import DTYPES, inputs
+from quantize_cases import every_binade, sixteen_bit_values, ties_and_neighbours
 from triton_cases import device
 
 from minifloat.kernels.inputs import quantize_inputs, triton
@@ -15,17 +17,12 @@ from minifloat.numerics.scheme import ActivationSpec
 DEVICE = device()
 STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)
 DYNAMIC = {g.name: ActivationSpec(E4M3, g, dynamic=True) for g in (TENSOR, TOKEN, GROUP_128, GROUP_32)}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Around groups and what a program takes (2048, 8192).
 LONG = (3, 9000)
 SHAPES = ((1, 1), (3, 17), (5, 130), (17, 300), (2, 2049), LONG, (0, 5), (3, 0))
 SCALES = (1.0, 0.0123, 1 / 3, 2.0**-9, 1e30, 2.0**-126, 1e-40)
 
 dynamic_specs = pytest.mark.parametrize("spec", DYNAMIC.values(), ids=DYNAMIC)
-
-
-def inputs(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def check(x: torch.Tensor, spec: ActivationSpec, scale: float | None = None, row_multiple: int = 1) -> None:
@@ -76,19 +73,14 @@ def test_every_value_of_bfloat16_under_a_given_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_float32_of_every_binade_under_a_given_scale(scale: float) -> None:
-    """NaN and Inf among them."""
-    generator = torch.Generator().manual_seed(1)
-    bits = torch.randint(-(2**31), 2**31, (3, 5130), generator=generator, dtype=torch.int64).to(torch.int32)
-    check(bits.view(torch.float32), STATIC, scale)
+    for order in every_binade(3, 5130):
+        check(order, STATIC, scale)
 
 
 @dynamic_specs
 def test_every_magnitude_in_blocks(spec: ActivationSpec) -> None:
-    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    values = torch.where(values.isfinite(), values, 0.0)
-    shuffled = values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0))]
-    for order in (values, shuffled):
-        check(order.view(128, 512), spec)
+    for order in sixteen_bit_values(torch.bfloat16):
+        check(order.reshape(128, 512), spec)
 
 
 @dynamic_specs
@@ -102,11 +94,7 @@ def test_blocks_with_nan_or_inf_among_others(spec: ActivationSpec, special: floa
 
 @pytest.mark.parametrize("scale", [1.0, 0.75, 1 / 3])
 def test_ties_and_their_neighbours(scale: float) -> None:
-    values = torch.tensor([E4M3.decode(code) for code in range(E4M3.max_code + 1)])
-    points = torch.cat((values, (values[1:] + values[:-1]) / 2, torch.tensor([E4M3.max * 1.01, 1e30])))
-    infinity = torch.tensor(torch.inf)
-    near = torch.cat((points, torch.nextafter(points, infinity), torch.nextafter(points, -infinity))) * scale
-    check(torch.cat((near, -near))[None], STATIC, scale)
+    check(ties_and_neighbours(E4M3, scale), STATIC, scale)
 
 
 @dynamic_specs

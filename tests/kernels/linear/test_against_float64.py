@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import DTYPES, KINDS, Kernels, Stored, assert_close, assert_within_bar, fits, make, product
+from kernel_cases import DTYPES, KINDS, Kernels, Stored, assert_close, assert_within_bar, fits, inputs, make, product
 
 #: All that a kernel for few rows may unroll, then both sides of each power of two.
 NUMBERS_OF_ROWS = (*range(1, 41), 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 255, 256, 257, 512, 513)
@@ -27,11 +27,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def weight(kind: str, rows: int, cols: int) -> tuple[Stored, torch.Tensor]:
     stored = make(kind, rows, cols)
     return stored, stored.values()
-
-
-@functools.cache
-def inputs(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
 @kinds

@@ -15,6 +15,8 @@ from kernel_cases import (
     assert_close,
     assert_within_bar,
     bits,
+    flushing_subnormals,
+    inputs,
     make,
     product,
 )
@@ -27,10 +29,6 @@ M = (1, 2, 5, 16, 33, 100)
 WIDE = (torch.bfloat16, torch.float32)  # dtypes with the exponents of float32
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def inputs(rows: int, cols: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
 @kinds
@@ -172,12 +170,8 @@ def test_the_floating_point_mode_of_the_caller_changes_no_bit(kernels: Kernels, 
         x = (inputs(m, 100) * (tiny if dtype is torch.float16 else 1)).to(dtype)
         x[:, ::2] = tiny
         expected = kernels.linear(x, packed)
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this processor cannot flush subnormal numbers")
-        try:
+        with flushing_subnormals():
             result = kernels.linear(x, packed)
-        finally:
-            torch.set_flush_denormal(False)
         assert torch.equal(bits(result), bits(expected))
 
 

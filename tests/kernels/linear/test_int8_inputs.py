@@ -21,6 +21,7 @@ from kernel_cases import (
     bits,
     finite_codes,
     fits,
+    inputs,
     make,
     product,
     values_of,
@@ -77,10 +78,6 @@ def rounded_weight(stored: Stored) -> torch.Tensor:
     away = (scaled.abs() + 0.5).floor() * scaled.sign()
     integers = away if stored.kind.grid is Grid.E4M3 else scaled.round()
     return (integers * unit).flatten(1)[:, : values.shape[1]] * after
-
-
-def inputs(rows: int, cols: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
 def check(kernels: Kernels, packed: Packed, weight: torch.Tensor, x: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import ctypes
 
 import pytest
 import torch
-from kernel_cases import DTYPES, KINDS, Guarded, Kernels, Packed, bits, make
+from kernel_cases import DTYPES, KINDS, Guarded, Kernels, Packed, bits, inputs, make
 
 M = (1, 2, 5, 16, 17, 33, 70)
 #: Ragged: neither a multiple of the rows of a panel nor of the columns of a step; and exact multiples of both.
@@ -17,10 +17,6 @@ SHAPES = ((47, 100), (64, 128), (1, 2))
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def inputs(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
 @kinds

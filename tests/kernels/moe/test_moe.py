@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DTYPES, KINDS, Kernels, Packed, bits, make
+from kernel_cases import DTYPES, KINDS, Kernels, Packed, bits, inputs, make
 
 ROWS, COLS = 70, 200
 #: Experts without tokens, with one, and with enough for every path; also first and last.
@@ -21,10 +21,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 def experts_of(kernels: Kernels, kind: str, count: int, rows: int = ROWS, cols: int = COLS) -> list[Packed]:
     return [kernels.pack(make(kind, rows, cols, seed)) for seed in range(count)]
-
-
-def inputs(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
 def one_by_one(

@@ -85,15 +85,6 @@ def test_ragged_groups_give_what_float64_gives(fmt: str, dtype: torch.dtype, imp
 
 
 @pytest.mark.skipif(native.load() is None, reason="no library")
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_each_group_has_the_bits_of_a_linear_of_its_rows(fmt: str) -> None:
-    x, weights = inputs(52, torch.bfloat16), experts(fmt, 7)
-    found = moe_linear(x, weights, offsets_of(COUNTS[0]))
-    expected = [linear(part, weights[e]) for e, part in enumerate(x.split(COUNTS[0])) if len(part)]
-    assert torch.equal(found, torch.cat(expected))
-
-
-@pytest.mark.skipif(native.load() is None, reason="no library")
 def test_a_token_of_several_experts_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = inputs(3, torch.bfloat16), experts("fp8", 6)
     for rows in ([1, 1, 1, 1], [0, 0, 2, 2], [2, 1, 1, 0]):
@@ -154,16 +145,6 @@ def test_a_layer_of_experts_is_two_calls_and_a_weighted_sum() -> None:
             one, other = (gate_up[e].dequantize() @ x[token]).chunk(2)
             expected += score * (down[e].dequantize() @ (torch.nn.functional.silu(one) * other))
         torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.skipif(native.load() is None, reason="no library")
-def test_it_is_an_op_of_torch() -> None:
-    weights, x_rows = experts("mxfp4", 3), torch.tensor([0, 1, 1, 2])
-    data, x = [weight.data for weight in weights], inputs(3, torch.float32)
-    arguments = (x, data, offsets_of((1, 0, 3)), x_rows, inputs(3, torch.float32, ROWS), ROWS)
-    torch.library.opcheck(torch.ops.minifloat.moe_linear, arguments)
-    expected = moe_linear(x, weights, arguments[2], x_rows, arguments[4])
-    assert torch.equal(torch.ops.minifloat.moe_linear(*arguments), expected)
 
 
 BAD_GROUPS = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import flushing_subnormals
 from quantize_cases import (
     DTYPES,
     SEARCHES,
@@ -241,13 +242,9 @@ def test_many_threads_at_once_give_the_same() -> None:
 def test_a_thread_that_flushes_subnormals_gets_the_same_bits(name: str) -> None:
     w = gaussian((4, 256), torch.float32) * 1e-37
     expected = quantize(w, SPECS[name], "reference", tensor_amax=1e-37)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormals")
-    try:
+    with flushing_subnormals():
         actual = quantize(w, SPECS[name], "cpu", tensor_amax=1e-37)
         still_flushes = float(np.float32(1e-30) * np.float32(1e-10)) == 0.0
-    finally:
-        torch.set_flush_denormal(False)
     np.testing.assert_array_equal(actual.codes, expected.codes)
     np.testing.assert_array_equal(actual.scales, expected.scales)
     assert still_flushes, "the call changed the floating-point mode of its thread"

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from kernel_cases import Guarded, Kernels, assert_close
+from kernel_cases import Guarded, Kernels, assert_close, inputs
 from modes import each_pair
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
@@ -21,10 +21,6 @@ ROWS = (1, 2, 31, 33, 129, 700, 1100, 2100)
 WIDTHS = ((1, 1), (5, 49), (31, 33), (48, 16), (129, 7), (64, 150))
 
 dtypes = pytest.mark.parametrize("dtype", GRAM_DTYPES, ids=str)
-
-
-def inputs(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(kernels: Kernels, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, threads: int = 1) -> torch.Tensor:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import Guarded, Kernels
+from kernel_cases import Guarded, Kernels, flushing_subnormals
 from modes import each_value
+from quantize_cases import ties_and_neighbours
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
@@ -94,11 +95,7 @@ def test_without_feedback_every_element_is_rounded_to_nearest(kernels: Kernels) 
 
 @elements
 def test_ties_and_every_code_are_rounded_as_the_cast_does(kernels: Kernels, element: ElementFormat) -> None:
-    values = torch.tensor([element.decode(code) for code in range(element.max_code + 1)])
-    points = torch.cat((values, (values[1:] + values[:-1]) / 2, torch.tensor([element.max * 1.01, 1e30, 3e38])))
-    infinity = torch.tensor(torch.inf)
-    near = torch.cat((points, torch.nextafter(points, infinity), torch.nextafter(points, -infinity)))
-    weight = torch.cat((near, -near))[None].clamp(-3e38, 3e38)
+    weight = ties_and_neighbours(element, 1.0)
     cols = weight.shape[1]
     groups = torch.zeros(cols, dtype=torch.int32)
     case = Case(weight, torch.ones(1, 1), groups, torch.zeros(cols, cols), element)
@@ -122,12 +119,8 @@ def test_large_and_subnormal_scales_and_the_floating_point_mode_of_the_caller(ke
         scaled = replace(case, weight=case.weight * factor, scales=case.scales * factor)
         expected = scaled.codes()
         assert torch.equal(run(kernels, scaled), expected)
-        if not torch.set_flush_denormal(True):
-            continue
-        try:
+        with flushing_subnormals():
             actual = run(kernels, scaled, threads=2)
-        finally:
-            torch.set_flush_denormal(False)
         assert torch.equal(actual, expected)
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from gpu_cases import GPU_KINDS, case, quantized
-from kernel_cases import assert_close, finite_codes, garbage, make, product, written
+from kernel_cases import assert_close, finite_codes, garbage, inputs, make, product, written
 from modes import each_value
 
 from minifloat.kernels.linear.triton.config import Config
@@ -40,10 +40,6 @@ def run(x: torch.Tensor, weight: GpuWeight, config: Config, bias: torch.Tensor |
     assert written(y[1:-1, 1 : rows + 1]).all()
     assert int(written(y).sum()) == x.shape[0] * rows
     return y[1:-1, 1 : rows + 1]
-
-
-def inputs(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def cases() -> Iterator[tuple[str, Order]]:
