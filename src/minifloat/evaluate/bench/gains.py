@@ -25,6 +25,7 @@ from minifloat.evaluate.bench.worker import BatchTimings, Worker
 from minifloat.evaluate.bench.workload import BenchOptions, Workload
 from minifloat.kernels import native, processors
 from minifloat.kernels.memory import available_memory
+from minifloat.kernels.speed import gpu_read_bandwidth, read_bandwidth
 
 if TYPE_CHECKING:
     import torch
