@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from killing import damage_file, finished_in, run_and_kill
+from killing import damage_file, finished_in, forking_server, run_and_kill
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -304,30 +300,15 @@ def test_layers_that_cannot_run_one_at_a_time_are_detected(cls: type[Decoder], r
 
 # ------------------------------------------------------------------------------------------------- interruption
 
-# Imports take seconds, so one process imports once and forks for every line on its standard input. The children sleep
-# after every step, so that a kill lands during the work and not before or after it.
 SERVER = """
-import os, pickle, sys, time
-from pathlib import Path
 from minifloat.calibration.calibrate import calibrate_layerwise
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.checkpoint import Checkpoint
-model, work, log, data = sys.argv[1:]
-def progress(done, total, step):
-    with open(log, "a") as file:
-        file.write(f"{step}\\n")
-    time.sleep(0.01)
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        options = CalibrateOptions(max_memory=1 << 30, histogram=True, per_channel=True, work_dir=Path(work))
-        with Checkpoint.open(model) as checkpoint:
-            opened = CalibrationModel(checkpoint, options)
-            calibrate_layerwise(opened, pickle.loads(Path(data).read_bytes()), options, progress)
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+def run(progress, model, work, data):
+    options = CalibrateOptions(max_memory=1 << 30, histogram=True, per_channel=True, work_dir=work)
+    with Checkpoint.open(model) as checkpoint:
+        calibrate_layerwise(CalibrationModel(checkpoint, options), data, options, progress)
 """
 
 
@@ -340,13 +321,10 @@ def test_a_run_killed_several_times_gives_the_same_statistics_and_runs_no_finish
     deep_folder: Path, tmp_path: Path
 ) -> None:
     expected = calibrate_set(deep_folder, DATA, CalibrateOptions(**OPTIONS))
-    (tmp_path / "data").write_bytes(pickle.dumps(DATA))
     work, log = tmp_path / "work", tmp_path / "log"
-    command = [sys.executable, "-c", SERVER, *map(str, (deep_folder, work, log, tmp_path / "data"))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     moments = random.Random(2026)
     resumed = 0
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with forking_server(SERVER, log, deep_folder, work, DATA, pause=0.01) as server:
         while (before := finished_in(work)) < 5:
             lines = run_and_kill(server, log, moments.randrange(1, 3 * len(DATA.sequences)))
             assert lines[0] == f"layer {before + 1} of 10, sequence 1"

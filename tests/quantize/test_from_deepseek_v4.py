@@ -9,12 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from converting import stored
+from converting import dequantize, requantize, stored
 from safetensors.torch import load_file, save_file
 
 from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -66,7 +65,7 @@ def write_model(folder: Path) -> dict[str, np.ndarray]:
 
 def test_every_weight_is_dequantized_as_ml_dtypes_decodes_it(tmp_path: Path) -> None:
     values = write_model(tmp_path / "model")
-    convert_checkpoint(tmp_path / "model", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
+    dequantize(tmp_path / "model", tmp_path / "plain", "float32")
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert written.keys() == {"layers.0.attn_norm.weight", *(f"{name}.weight" for name in values)}
     for name, value in values.items():
@@ -120,7 +119,7 @@ def test_an_expert_without_its_scale_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedTensorError, match=r"experts\.1\.w2\.weight: I8 codes without a scale .* download it"
     ):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+        requantize(tmp_path / "model", tmp_path / "out", "mxfp4")
 
 
 @pytest.mark.parametrize(
@@ -136,4 +135,4 @@ def test_scales_of_another_shape_are_refused_by_name(
     write_model(tmp_path / "model")
     rewrite(tmp_path / "model", f"{module}.scale", torch.ones(shape, dtype=torch.uint8).view(torch.float8_e8m0fnu))
     with pytest.raises(ShapeError, match=message):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+        requantize(tmp_path / "model", tmp_path / "out", "mxfp4")

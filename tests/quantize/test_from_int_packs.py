@@ -12,15 +12,14 @@ import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from converting import INTEROP, stored, transformers_logits
+from converting import INTEROP, dequantize, requantize, stored, transformers_logits
 from safetensors.torch import load_file, save_file
 
 import minifloat
 from minifloat.errors import ConversionError
 from minifloat.model.layouts.inspection import inspect_checkpoint
-from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.options import QuantizeOptions
 
 BASE = INTEROP / "base-llama"
 ARGS: dict[str, dict[str, Any]] = {
@@ -64,7 +63,7 @@ def write_packed(folder: Path, **args: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ARGS)
 def test_dequantized_weights_are_those_of_compressed_tensors(name: str, tmp_path: Path) -> None:
     expected = write_packed(tmp_path / "model", **ARGS[name])
-    convert_checkpoint(tmp_path / "model", tmp_path / "plain", options=ConvertOptions(dequantize=True))
+    dequantize(tmp_path / "model", tmp_path / "plain")
     written = load_file(tmp_path / "plain" / "model.safetensors")
     for key, weight in expected.items():
         assert torch.equal(written[key], weight.to(torch.bfloat16)), key
@@ -76,8 +75,8 @@ def test_dequantized_weights_are_those_of_compressed_tensors(name: str, tmp_path
 @pytest.mark.parametrize("name", ARGS)
 def test_codes_are_those_of_the_dequantized_values(name: str, scheme: str, tmp_path: Path) -> None:
     write_packed(tmp_path / "model", **ARGS[name])
-    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme, QuantizeOptions(from_quantized=True))
-    convert_checkpoint(tmp_path / "model", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
+    report = requantize(tmp_path / "model", tmp_path / "out", scheme)
+    dequantize(tmp_path / "model", tmp_path / "plain", "float32")
     quantize_checkpoint(tmp_path / "plain", tmp_path / "expected", scheme)
     assert stored(tmp_path / "out") == stored(tmp_path / "expected")
     assert report.quantized_source is not None
@@ -90,7 +89,7 @@ def test_load_and_transformers_compute_the_same_logits(name: str, tmp_path: Path
     ids = torch.arange(3, 11)[None]
     with torch.no_grad():
         ours = minifloat.load(tmp_path / "model", minifloat.LoadOptions(dtype=torch.float32))(ids).logits[0]
-    convert_checkpoint(tmp_path / "model", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
+    dequantize(tmp_path / "model", tmp_path / "plain", "float32")
     plain = transformers_logits(tmp_path / "plain", ids)
     torch.testing.assert_close(ours, plain, rtol=0, atol=2e-5 * float(plain.abs().max()))
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from converting import FIXTURES, INTEROP, edited, interrupt_after, sharded, stored, transformers_logits
+from converting import (
+    FIXTURES,
+    INTEROP,
+    assert_expected_logits,
+    dequantize,
+    edited,
+    interrupt_after,
+    quantization_config,
+    requantize,
+    sharded,
+    stored,
+    transformers_logits,
+)
 from family_models import save_family_model
 from safetensors.torch import load_file
 
@@ -18,7 +31,6 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, ConversionError, NonFiniteError, StorageError, UsageError
 from minifloat.model.layouts import describe, read_weight
-from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -36,8 +48,8 @@ def decoded(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", LINEARS)
 def test_codes_are_those_of_the_dequantized_values_or_of_the_source(name: str, scheme: str, tmp_path: Path) -> None:
-    report = quantize_checkpoint(INTEROP / name, tmp_path / "out", scheme, QuantizeOptions(from_quantized=True))
-    convert_checkpoint(INTEROP / name, tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
+    report = requantize(INTEROP / name, tmp_path / "out", scheme)
+    dequantize(INTEROP / name, tmp_path / "plain", "float32")
     quantize_checkpoint(tmp_path / "plain", tmp_path / "expected", scheme)
     written, expected = stored(tmp_path / "out"), stored(tmp_path / "expected")
     assert {key: value[:2] for key, value in written.items()} == {key: value[:2] for key, value in expected.items()}
@@ -71,7 +83,7 @@ def test_codes_are_those_of_the_dequantized_values_or_of_the_source(name: str, s
 def test_codes_that_the_scheme_can_hold_are_copied_and_the_report_says_so(
     name: str, scheme: str, tmp_path: Path
 ) -> None:
-    report = quantize_checkpoint(INTEROP / name, tmp_path / "out", scheme, QuantizeOptions(from_quantized=True))
+    report = requantize(INTEROP / name, tmp_path / "out", scheme)
     with Checkpoint.open(INTEROP / name) as source, Checkpoint.open(tmp_path / "out") as out:
         before, after = describe(source).weights, describe(out).weights
         assert before.keys() == after.keys()
@@ -89,9 +101,7 @@ def test_codes_that_the_scheme_can_hold_are_copied_and_the_report_says_so(
 
 
 def test_the_error_is_that_against_the_dequantized_source_in_float64(tmp_path: Path) -> None:
-    report = quantize_checkpoint(
-        INTEROP / "llmc-nvfp4", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True)
-    )
+    report = requantize(INTEROP / "llmc-nvfp4", tmp_path / "out", "mxfp4")
     source, out = decoded(INTEROP / "llmc-nvfp4"), decoded(tmp_path / "out")
     signal = sum(float(weight.double().square().sum()) for weight in source.values())
     noise = sum(float((weight.double() - out[module].double()).square().sum()) for module, weight in source.items())
@@ -103,10 +113,8 @@ def test_the_error_is_that_against_the_dequantized_source_in_float64(tmp_path: P
     ("name", "scheme"), [("deepseek-block128", "fp8-block"), ("vllm-fp8-static", "fp8"), ("modelopt-mxfp8", "mxfp8")]
 )
 def test_transformers_computes_the_logits_of_the_copied_codes(name: str, scheme: str, tmp_path: Path) -> None:
-    quantize_checkpoint(INTEROP / name, tmp_path / "out", scheme, QuantizeOptions(from_quantized=True))
-    expected = load_file(INTEROP / name / "expected.safetensors")
-    logits = transformers_logits(tmp_path / "out", expected["input_ids"])
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=1e-5 * float(expected["logits"].abs().max()))
+    requantize(INTEROP / name, tmp_path / "out", scheme)
+    assert_expected_logits(name, partial(transformers_logits, tmp_path / "out"))
 
 
 def test_weights_that_servers_fuse_share_their_scale_again(tmp_path: Path) -> None:
@@ -117,7 +125,7 @@ def test_weights_that_servers_fuse_share_their_scale_again(tmp_path: Path) -> No
         }
 
     source = edited(INTEROP / "llmc-nvfp4a16", tmp_path / "model", tensors=scaled)
-    report = quantize_checkpoint(source, tmp_path / "out", "nvfp4", QuantizeOptions(from_quantized=True))
+    report = requantize(source, tmp_path / "out", "nvfp4")
     written = load_file(tmp_path / "out" / "model.safetensors")
     for layer in {name.partition(".self_attn")[0] for name in written if ".self_attn" in name}:
         divisors = {written[f"{layer}.self_attn.{part}_proj.weight_global_scale"].item() for part in "qkv"}
@@ -139,7 +147,7 @@ def test_weights_that_stay_unquantized_are_dequantized_once_to_the_dtype_of_the_
     assert torch.equal(written[f"{name}.weight"], source[name].to(torch.bfloat16))
     row = next(row for row in report.tensors if row.name == f"{name}.weight")
     assert (row.action, row.detail) == ("copied", "down_proj=bf16, dequantized to BF16")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = quantization_config(tmp_path / "out")
     assert name in config["ignore"]
 
 
@@ -147,7 +155,7 @@ def test_single_experts_of_a_model_that_is_loaded_with_fused_ones_are_not_dequan
     tmp_path: Path,
 ) -> None:
     quantize_checkpoint(save_family_model("llama4", tmp_path / "model"), tmp_path / "quantized", "mxfp8")
-    quantize_checkpoint(tmp_path / "quantized", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+    requantize(tmp_path / "quantized", tmp_path / "out", "mxfp4")
     assert decoded(tmp_path / "out").keys() == decoded(tmp_path / "quantized").keys()
     with pytest.raises(UsageError, match=r"experts\.0\.\w+: the experts of Llama 4 are loaded fused .* --dequantize"):
         quantize_checkpoint(
@@ -159,9 +167,7 @@ def test_single_experts_of_a_model_that_is_loaded_with_fused_ones_are_not_dequan
 
 
 def test_every_tensor_of_the_source_is_in_the_report(tmp_path: Path) -> None:
-    report = quantize_checkpoint(
-        INTEROP / "modelopt-fp8-kv", tmp_path / "out", "mxfp8", QuantizeOptions(from_quantized=True)
-    )
+    report = requantize(INTEROP / "modelopt-fp8-kv", tmp_path / "out", "mxfp8")
     dropped = {row.name for row in report.tensors if row.action == "dropped"}
     assert dropped == {name for name in stored(INTEROP / "modelopt-fp8-kv") if re.search(r"(input|[kv])_scale$", name)}
     assert any(f"{len(dropped)} tensors of the source's quantization were dropped" in note for note in report.notes)
@@ -169,12 +175,12 @@ def test_every_tensor_of_the_source_is_in_the_report(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_continues_and_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = sharded(INTEROP / "modelopt-moe-nvfp4", tmp_path / "model", 4)
-    whole = quantize_checkpoint(source, tmp_path / "whole", "fp8-block", QuantizeOptions(from_quantized=True))
+    whole = requantize(source, tmp_path / "whole", "fp8-block")
     with monkeypatch.context() as patched:
         interrupt_after(patched, 2)
         with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", "fp8-block", QuantizeOptions(from_quantized=True))
-    report = quantize_checkpoint(source, tmp_path / "out", "fp8-block", QuantizeOptions(from_quantized=True))
+            requantize(source, tmp_path / "out", "fp8-block")
+    report = requantize(source, tmp_path / "out", "fp8-block")
     assert report.resumed_shards == 2
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
     assert report.to_dict() == whole.to_dict()
@@ -184,7 +190,7 @@ def test_a_quantized_source_is_refused_unless_asked_for_and_the_message_names_th
     with pytest.raises(AlreadyQuantizedError, match=r"quantized already \(quant_method 'fp8'\).* --from-quantized"):
         quantize_checkpoint(INTEROP / "deepseek-block128", tmp_path / "out", "mxfp4")
     with pytest.raises(UsageError, match="base-llama is not quantized: leave --from-quantized out"):
-        quantize_checkpoint(INTEROP / "base-llama", tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+        requantize(INTEROP / "base-llama", tmp_path / "out", "mxfp4")
 
 
 def test_parts_of_a_quantization_that_codes_and_scales_do_not_hold_are_refused(tmp_path: Path) -> None:
@@ -192,7 +198,7 @@ def test_parts_of_a_quantization_that_codes_and_scales_do_not_hold_are_refused(t
         INTEROP / "llmc-fp8-block", tmp_path / "model", config=lambda config: config.update(transform_config={"a": 1})
     )
     with pytest.raises(ConversionError, match="transform_config"):
-        quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+        requantize(source, tmp_path / "out", "mxfp4")
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "mxfp4"])
@@ -209,7 +215,7 @@ def test_a_nan_among_codes_or_scales_is_refused_by_name(scheme: str, tmp_path: P
             INTEROP / "llmc-fp8-dynamic", tmp_path / key, tensors=lambda tensors, key=key: with_nan(tensors, key)
         )
         with pytest.raises(NonFiniteError, match=re.escape(key)):
-            quantize_checkpoint(source, tmp_path / "out", scheme, QuantizeOptions(from_quantized=True))
+            requantize(source, tmp_path / "out", scheme)
         assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from converting import stored
+from converting import dequantize, stored
 from rounding_cases import scale_channels
 
 from minifloat.calibration.calibrate import calibrate
@@ -17,7 +17,6 @@ from minifloat.calibration.result import Calibration, read_stats
 from minifloat.calibration.rules import parse_rule
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, StatsError
-from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -31,9 +30,7 @@ def models(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     llama = make_llama(folder / "llama")
     scale_channels(llama, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)])
     quantize_checkpoint(llama, folder / "quantized", "mxfp8")
-    convert_checkpoint(
-        folder / "quantized", folder / "plain", options=ConvertOptions(dequantize=True, dtype="bfloat16")
-    )
+    dequantize(folder / "quantized", folder / "plain", "bfloat16")
     return folder / "quantized", folder / "plain"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting import INTEROP, edited, stored
+from converting import INTEROP, dequantize, edited, quantization_config, requantize, stored
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
@@ -18,7 +18,6 @@ from minifloat.deploy.check import LoadVerdict, check_checkpoint
 from minifloat.errors import UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
-from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -52,7 +51,7 @@ def test_names_dtypes_and_shapes_are_those_of_an_official_checkpoint(quantized: 
         {name: value[:2] for name, value in stored(path).items()} for path in (quantized, INTEROP / "gpt-oss-mxfp4")
     ]
     assert facts[0] == facts[1]
-    assert json.loads((quantized / "config.json").read_text())["quantization_config"] == OFFICIAL
+    assert quantization_config(quantized) == OFFICIAL
 
 
 def test_every_expert_has_the_codes_of_the_reference_and_all_else_is_copied(quantized: Path) -> None:
@@ -69,7 +68,7 @@ def test_every_expert_has_the_codes_of_the_reference_and_all_else_is_copied(quan
 
 
 def test_transformers_and_load_compute_the_logits_of_the_dequantized_weights(quantized: Path, tmp_path: Path) -> None:
-    convert_checkpoint(quantized, tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32"))
+    dequantize(quantized, tmp_path / "plain", "float32")
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     ids = load_file(INTEROP / "gpt-oss-mxfp4" / "expected.safetensors")["input_ids"]
     plain = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options), ids)
@@ -82,7 +81,7 @@ def test_transformers_and_load_compute_the_logits_of_the_dequantized_weights(qua
 
 def test_a_quantized_gpt_oss_is_copied_code_for_code(tmp_path: Path) -> None:
     source = INTEROP / "gpt-oss-mxfp4"
-    report = quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+    report = requantize(source, tmp_path / "out", "mxfp4")
     assert stored(tmp_path / "out") == stored(source)
     assert report.quantized_source is not None
     assert report.quantized_source["copied_codes"] == len([name for name in stored(source) if name.endswith("_blocks")])
@@ -97,7 +96,7 @@ def test_experts_that_stay_in_16_bits_are_dequantized_as_transformers_stores_the
         "fp8-dynamic",
         QuantizeOptions(overrides=overrides, from_quantized=True, allow_partial=True),
     )
-    convert_checkpoint(source, tmp_path / "plain", options=ConvertOptions(dequantize=True))
+    dequantize(source, tmp_path / "plain")
     plain, written = load_file(tmp_path / "plain" / "model.safetensors"), stored(tmp_path / "out")
     for name in [name for name in plain if "experts." in name]:
         assert written[name][2] == plain[name].view(torch.uint8).numpy().tobytes(), name
@@ -148,7 +147,7 @@ def test_blocks_without_scales_are_refused_by_name(quantized: Path, tmp_path: Pa
         quantized, tmp_path / "damaged", tensors=lambda all: {k: v for k, v in all.items() if k != f"{name}_scales"}
     )
     with pytest.raises(minifloat.MinifloatError, match=f"{name}_blocks has no {name}_scales beside it"):
-        quantize_checkpoint(damaged, tmp_path / "out", "mxfp4", QuantizeOptions(from_quantized=True))
+        requantize(damaged, tmp_path / "out", "mxfp4")
 
 
 def test_experts_that_are_kept_are_listed_by_the_names_that_servers_ask_for(tmp_path: Path) -> None:

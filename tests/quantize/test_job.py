@@ -201,17 +201,6 @@ def test_the_digests_are_those_of_the_source_bytes_however_sharded(make_checkpoi
         assert digest == hasher.hexdigest()
 
 
-def test_a_static_scheme_without_calibration_is_written_weight_only_with_a_note(
-    make_checkpoint: Make, tmp_path: Path
-) -> None:
-    report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", "fp8-static")
-    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
-        "group_0"
-    ]
-    assert group["input_activations"] is None
-    assert "no calibration" in report.notes[0]
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]

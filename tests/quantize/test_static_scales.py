@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from converting import quantization_config
 
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
@@ -23,6 +25,7 @@ from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.report import QuantizeReport
 
 Make = Callable[..., Path]
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -49,6 +52,12 @@ def stats_of(source: Path, *, largest: float = 8.0, skip: tuple[str, ...] = (), 
 
 def calibration(stats: ActivationStats, rule: str = "max", **options: object) -> Calibration:
     return Calibration(stats, parse_rule(rule), **options)  # type: ignore[arg-type]
+
+
+def calibrated(source: Path, out: Path, scheme: str = "fp8-static", **options: Any) -> QuantizeReport:
+    return quantize_checkpoint(
+        source, out, scheme, QuantizeOptions(**options), calibration=calibration(stats_of(source))
+    )
 
 
 def test_fused_layers_get_one_shared_input_scale(make_checkpoint: Make, tmp_path: Path) -> None:
@@ -107,23 +116,23 @@ def test_a_conversion_to_modelopt_stores_the_factor_in_place_of_the_divisor(
         assert describe(ours).weights[name].input_scale == f"{name}.input_global_scale"
 
 
-def test_nvfp4_inputs_without_calibration_are_written_weight_only_with_a_note(
-    make_checkpoint: Make, tmp_path: Path
+@pytest.mark.parametrize(("scheme", "kind"), [("nvfp4-w4a4", "W4A16"), ("fp8-static", "W8A16")])
+def test_static_inputs_without_calibration_are_written_weight_only_with_a_note(
+    make_checkpoint: Make, tmp_path: Path, scheme: str, kind: str
 ) -> None:
-    report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", "nvfp4-w4a4")
-    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
-        "group_0"
-    ]
+    report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", scheme)
+    group = quantization_config(tmp_path / "out")["config_groups"]["group_0"]
     assert group["input_activations"] is None
-    assert group["format"] == "nvfp4-pack-quantized"
+    assert group["format"] == ("nvfp4-pack-quantized" if scheme == "nvfp4-w4a4" else "float-quantized")
     assert "14 weights" in report.notes[0]
-    assert "(W4A16)" in report.notes[0]
+    assert "no calibration" in report.notes[0]
+    assert f"({kind})" in report.notes[0]
 
 
 def test_the_config_declares_static_activations(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
-    quantize_checkpoint(source, tmp_path / "out", "fp8-static", calibration=calibration(stats_of(source)))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    calibrated(source, tmp_path / "out")
+    config = quantization_config(tmp_path / "out")
     group = config["config_groups"]["group_0"]
     assert group["input_activations"]["strategy"] == "tensor"
     assert group["input_activations"]["dynamic"] is False
@@ -171,26 +180,14 @@ def test_kv_scales_use_the_rule_max_if_the_rule_needs_histograms_with_a_note(
 
 def test_kv_scales_of_a_layer_that_is_kept_are_written_with_it(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
-    quantize_checkpoint(
-        source,
-        tmp_path / "out",
-        "fp8",
-        QuantizeOptions(overrides=[r"layers\.0\.self_attn=bf16"], kv_cache=True),
-        calibration=calibration(stats_of(source)),
-    )
+    calibrated(source, tmp_path / "out", "fp8", overrides=[r"layers\.0\.self_attn=bf16"], kv_cache=True)
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         assert "model.layers.0.self_attn.k_scale" in checkpoint.tensors
 
 
 def test_the_report_counts_the_scales(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
-    report = quantize_checkpoint(
-        source,
-        tmp_path / "out",
-        "fp8-static",
-        QuantizeOptions(kv_cache=True),
-        calibration=calibration(stats_of(source)),
-    )
+    report = calibrated(source, tmp_path / "out", kv_cache=True)
     with Checkpoint.open(tmp_path / "out") as after:
         assert report.output_bytes == sum(info.nbytes for info in after.tensors.values())
     assert len(report.activations) == 14 + 4
@@ -209,7 +206,7 @@ def test_a_static_override_without_calibration_is_written_weight_only(make_check
     report = quantize_checkpoint(
         make_checkpoint(), tmp_path / "out", "fp8", QuantizeOptions(overrides=["down_proj=fp8-static"])
     )
-    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups = quantization_config(tmp_path / "out")["config_groups"]
     assert all(group["input_activations"] is None for group in groups.values())
     assert "2 weights" in report.notes[0]
 
@@ -289,12 +286,6 @@ def test_the_fp8_layout_has_no_static_scales(make_checkpoint: Make, tmp_path: Pa
 def test_equal_calls_write_equal_files(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     for name in ("a", "b"):
-        quantize_checkpoint(
-            source,
-            tmp_path / name,
-            "fp8-static",
-            QuantizeOptions(kv_cache=True),
-            calibration=calibration(stats_of(source)),
-        )
+        calibrated(source, tmp_path / name, kv_cache=True)
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b"))
     assert one == two

@@ -16,8 +16,14 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.journal import sealed_line
 from minifloat.checkpoint.shard import ShardWriter
+from minifloat.engine.options import Dtype
 from minifloat.errors import StorageError
 from minifloat.model.layouts import describe, read_weight
+from minifloat.model.runtime.load import LoadOptions, load
+from minifloat.quantize.convert import ConvertOptions, ConvertReport, convert_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.report import QuantizeReport
 
 INTEROP = Path(__file__).parents[1] / "data" / "interop"
 FIXTURES = sorted(path.parent.name for path in INTEROP.glob("*/expected.json"))
@@ -156,6 +162,29 @@ def sharded(source: Path, folder: Path, count: int) -> Path:
     index = {"metadata": {}, "weight_map": shard_by_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def dequantize(source: Path, out: Path, dtype: Dtype | None = None) -> ConvertReport:
+    return convert_checkpoint(source, out, options=ConvertOptions(dequantize=True, dtype=dtype))
+
+
+def requantize(source: Path, out: Path, scheme: str | None) -> QuantizeReport:
+    return quantize_checkpoint(source, out, scheme, QuantizeOptions(from_quantized=True))
+
+
+def assert_expected_logits(fixture: str, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Assert that logits are those of the independent dequantization of a fixture."""
+    expected = load_file(INTEROP / fixture / "expected.safetensors")
+    tolerance = 1e-5 * float(expected["logits"].abs().max())
+    torch.testing.assert_close(logits_of(expected["input_ids"]), expected["logits"], rtol=0, atol=tolerance)
+
+
+def loaded_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of `minifloat.load` in float32, without quantized inputs."""
+    model = load(folder, LoadOptions(dtype=torch.float32, weight_only=True))
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids).logits[0]
+    return logits
 
 
 def transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:

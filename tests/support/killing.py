@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from minifloat.checkpoint.layout import JOURNAL_FILE
+
+# Imports take seconds, so one process imports once and forks for every line on its standard input. The children sleep
+# after every step, so that a kill lands during the work and not before or after it.
+_SERVER = """
+import os, pickle, sys, time
+from pathlib import Path
+{setup}
+def progress(done, total, step):
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{{step}}\\n")
+    time.sleep({pause})
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        run(progress, *pickle.loads(Path(sys.argv[2]).read_bytes()))
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@contextmanager
+def forking_server(setup: str, log: Path, *arguments: Any, pause: float) -> Iterator[subprocess.Popen[str]]:
+    """A process for `run_and_kill` whose children call ``run(progress, *arguments)``, which `setup` defines."""
+    data = log.with_name("data")
+    data.write_bytes(pickle.dumps(arguments))
+    command = [sys.executable, "-c", _SERVER.format(setup=setup, pause=pause), str(log), str(data)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        yield server
 
 
 def finished_in(work: Path) -> int:

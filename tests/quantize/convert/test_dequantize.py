@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from converting import FIXTURES, INTEROP, edited, sharded, stored, transformers_logits
+from converting import (
+    FIXTURES,
+    INTEROP,
+    assert_expected_logits,
+    dequantize,
+    edited,
+    sharded,
+    stored,
+    transformers_logits,
+)
 from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UnknownNameError
 from minifloat.model.layouts import describe, read_weight
-from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_dequantized_weights_are_those_of_the_oracle_and_of_the_tool_rounded_once(name: str, tmp_path: Path) -> None:
-    convert_checkpoint(INTEROP / name, tmp_path / "out", options=ConvertOptions(dequantize=True))
+    dequantize(INTEROP / name, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     with Checkpoint.open(INTEROP / name) as checkpoint:
         for module, weight in describe(checkpoint).weights.items():
@@ -34,7 +43,7 @@ def test_dequantized_weights_are_those_of_the_oracle_and_of_the_tool_rounded_onc
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_tensors_are_those_of_the_plain_model_by_name_and_shape(name: str, tmp_path: Path) -> None:
-    report = convert_checkpoint(INTEROP / name, tmp_path / "out", options=ConvertOptions(dequantize=True))
+    report = dequantize(INTEROP / name, tmp_path / "out")
     base = INTEROP / json.loads((INTEROP / name / "expected.json").read_text())["base"]
     facts = [{key: value[:2] for key, value in stored(folder).items()} for folder in (tmp_path / "out", base)]
     assert facts[0] == facts[1]
@@ -53,20 +62,15 @@ def test_tensors_are_those_of_the_plain_model_by_name_and_shape(name: str, tmp_p
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_transformers_computes_the_logits_of_an_independent_dequantization(name: str, tmp_path: Path) -> None:
-    convert_checkpoint(INTEROP / name, tmp_path / "out", options=ConvertOptions(dequantize=True, dtype="float32"))
+    dequantize(INTEROP / name, tmp_path / "out", "float32")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-    expected = load_file(INTEROP / name / "expected.safetensors")
-    logits = transformers_logits(tmp_path / "out", expected["input_ids"])
-    tolerance = 1e-5 * float(expected["logits"].abs().max())
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
+    assert_expected_logits(name, partial(transformers_logits, tmp_path / "out"))
 
 
 def test_a_sharded_source_gives_the_same_tensors_and_shards_of_scales_alone_disappear(tmp_path: Path) -> None:
     source = INTEROP / "modelopt-mxfp8"
-    convert_checkpoint(source, tmp_path / "whole", options=ConvertOptions(dequantize=True))
-    convert_checkpoint(
-        sharded(source, tmp_path / "cards", 25), tmp_path / "out", options=ConvertOptions(dequantize=True)
-    )
+    dequantize(source, tmp_path / "whole")
+    dequantize(sharded(source, tmp_path / "cards", 25), tmp_path / "out")
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
     scales = sum(name.endswith("weight_scale") for name in stored(source))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(stored(source)) - scales
@@ -74,9 +78,7 @@ def test_a_sharded_source_gives_the_same_tensors_and_shards_of_scales_alone_disa
 
 def test_an_unknown_dtype_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="bfloat16, float16, float32"):
-        convert_checkpoint(
-            INTEROP / "llmc-mxfp4", tmp_path / "out", options=ConvertOptions(dequantize=True, dtype="int8")
-        )
+        dequantize(INTEROP / "llmc-mxfp4", tmp_path / "out", "int8")
 
 
 def test_decoded_values_beyond_the_dtype_are_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
@@ -85,5 +87,5 @@ def test_decoded_values_beyond_the_dtype_are_refused_by_name_and_nothing_is_left
         INTEROP / "llmc-fp8-dynamic", tmp_path / "model", tensors=lambda all: all | {name: all[name].float() * 1e9}
     )
     with pytest.raises(NonFiniteError, match=r"down_proj\.weight: NaN, or values beyond the range of F16"):
-        convert_checkpoint(source, tmp_path / "out", options=ConvertOptions(dequantize=True, dtype="float16"))
+        dequantize(source, tmp_path / "out", "float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from converting import dequantize, quantization_config
 
 from minifloat._version import __version__
 from minifloat.commands.main import main
@@ -79,7 +80,7 @@ def test_the_card_has_the_new_layout_its_engines_and_the_library_that_loads_it(s
     metadata = read_metadata(card)
     assert metadata["library_name"] == "minifloat"
     assert metadata["tags"] == ["fp8", "fp8-dynamic", "minifloat", "modelopt", "vllm"]
-    convert_checkpoint(source, tmp_path / "plain", options=ConvertOptions(dequantize=True))
+    dequantize(source, tmp_path / "plain")
     plain = (tmp_path / "plain" / "README.md").read_text()
     assert read_metadata(plain)["library_name"] == "transformers"
     assert "rule amax, dequantized since, see below." in plain
@@ -87,7 +88,7 @@ def test_the_card_has_the_new_layout_its_engines_and_the_library_that_loads_it(s
 
 def test_the_config_names_minifloat_as_its_producer(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "out", "modelopt")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = quantization_config(tmp_path / "out")
     assert config["producer"] == {"name": "minifloat", "version": __version__}
     file = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert file["producer"]["name"] == "modelopt"  # vLLM 0.32 raises ValueError for every other name

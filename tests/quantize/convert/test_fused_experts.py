@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from converting import dequantize
 from family_models import logits_of, relative_difference, save_family_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -15,8 +16,6 @@ from minifloat.deploy.check import LoadVerdict, check_checkpoint
 from minifloat.errors import ConversionError
 from minifloat.model.architecture import families
 from minifloat.model.runtime.load import LoadOptions, load
-from minifloat.quantize.convert import ConvertOptions
-from minifloat.quantize.convert.job import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 #: Families that store experts fused, and the class of auto models that loads them.
@@ -58,9 +57,7 @@ def test_fused_experts_are_quantized_loaded_and_fused_again(
     assert len(experts) == 4
     assert not set(experts) & set(load_file(tmp_path / "quantized" / "model.safetensors"))
 
-    convert_checkpoint(
-        tmp_path / "quantized", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32")
-    )
+    dequantize(tmp_path / "quantized", tmp_path / "plain", "float32")
     decoded = load_file(tmp_path / "plain" / "model.safetensors")
     assert set(decoded) == set(source)
     if family != "qwen3_vl_moe":  # transformers saves [E, N, K], and released checkpoints are [E, K, N]
@@ -110,7 +107,7 @@ def test_transposed_experts_of_either_kind_give_the_same_model(folders: dict[str
         quantize_checkpoint(source, tmp_path / name, "mxfp4")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    convert_checkpoint(tmp_path / "a", tmp_path / "plain", options=ConvertOptions(dequantize=True))
+    dequantize(tmp_path / "a", tmp_path / "plain")
     decoded = load_file(tmp_path / "plain" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in decoded.items()} == {
         name: tensor.shape for name, tensor in load_file(released / "model.safetensors").items()
@@ -126,7 +123,7 @@ def test_experts_that_are_quantized_in_part_cannot_be_fused(folders: dict[str, P
     tensors[f"{module}.weight"] = (weight.float() * scale).bfloat16()
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ConversionError, match=rf"{module} is not quantized.*quantize all experts alike"):
-        convert_checkpoint(tmp_path / "quantized", tmp_path / "plain", options=ConvertOptions(dequantize=True))
+        dequantize(tmp_path / "quantized", tmp_path / "plain")
 
 
 def test_an_unknown_family_is_fused_as_transformers_tables_say(
@@ -135,9 +132,7 @@ def test_an_unknown_family_is_fused_as_transformers_tables_say(
     for model_type in ("gemma4", "gemma4_text"):
         monkeypatch.delitem(families._BY_TYPE, model_type)
     quantize_checkpoint(folders["gemma4"], tmp_path / "quantized", "fp8")
-    convert_checkpoint(
-        tmp_path / "quantized", tmp_path / "plain", options=ConvertOptions(dequantize=True, dtype="float32")
-    )
+    dequantize(tmp_path / "quantized", tmp_path / "plain", "float32")
     shapes = {name: tensor.shape for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items()}
     source = load_file(folders["gemma4"] / "model.safetensors")
     assert shapes == {name: tensor.shape for name, tensor in source.items()}

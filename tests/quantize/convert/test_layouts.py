@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from converting import (
     INTEROP,
+    assert_expected_logits,
     edited,
+    loaded_logits,
     meaning,
     quantization_config,
     scalars,
@@ -18,7 +21,6 @@ from converting import (
     stored,
     transformers_logits,
 )
-from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.layouts import describe
@@ -80,12 +82,7 @@ def test_the_converted_model_gives_the_logits_of_an_independent_dequantization(
     name: str, layout: str, tmp_path: Path
 ) -> None:
     convert_checkpoint(INTEROP / name, tmp_path / "out", layout)
-    expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(tmp_path / "out", LoadOptions(dtype=torch.float32, weight_only=True))
-    with torch.no_grad():
-        logits = model(expected["input_ids"]).logits[0]
-    tolerance = 1e-5 * float(expected["logits"].abs().max())
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
+    assert_expected_logits(name, partial(loaded_logits, tmp_path / "out"))
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
@@ -101,10 +98,7 @@ def test_the_converted_model_gives_the_logits_of_an_independent_dequantization(
 )
 def test_transformers_reads_the_converted_model_with_the_same_logits(name: str, layout: str, tmp_path: Path) -> None:
     convert_checkpoint(INTEROP / name, tmp_path / "out", layout)
-    expected = load_file(INTEROP / name / "expected.safetensors")
-    logits = transformers_logits(tmp_path / "out", expected["input_ids"])
-    tolerance = 1e-5 * float(expected["logits"].abs().max())
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
+    assert_expected_logits(name, partial(transformers_logits, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -214,12 +208,7 @@ def test_rounded_reciprocals_are_counted_and_differ_by_half_a_step_at_most(
     assert 0 < max(changes) <= report.rounding.largest <= 2.0**-24 * 1.0000001
     assert 0 < report.rounding.scales <= scales
     assert "rounded reciprocals" in report.notes[0]
-    expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(tmp_path / "out", LoadOptions(dtype=torch.float32, weight_only=True))
-    with torch.no_grad():
-        logits = model(expected["input_ids"]).logits[0]
-    tolerance = 1e-5 * float(expected["logits"].abs().max())
-    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
+    assert_expected_logits(name, partial(loaded_logits, tmp_path / "out"))
 
 
 # --------------------------------------------------------------------------------------------------- other files

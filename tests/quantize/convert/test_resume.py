@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting import INTEROP, change_record, interrupted, sharded, stored
+from converting import INTEROP, change_record, dequantize, interrupted, sharded, stored
 from safetensors.torch import load_file, save_file
 
 from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
@@ -54,10 +54,10 @@ def test_a_finished_shard_whose_record_is_not_one_of_this_package_is_converted_a
     keys: list[str | int], value: object, resumed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
-    whole = convert_checkpoint(source, tmp_path / "whole", options=ConvertOptions(dequantize=True))
+    whole = dequantize(source, tmp_path / "whole")
     interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", options=ConvertOptions(dequantize=True))
     change_record(tmp_path / "out", keys, value)
-    report = convert_checkpoint(source, tmp_path / "out", options=ConvertOptions(dequantize=True))
+    report = dequantize(source, tmp_path / "out")
     assert report.resumed_shards == resumed
     assert len(report.notes) == len(whole.notes) + 1
     assert report.tensors == whole.tensors

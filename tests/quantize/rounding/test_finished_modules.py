@@ -24,8 +24,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-def closings_of(opened: OpenLayer, index: int) -> dict[int, FinishedModule]:
-    """The finished of an open layer."""
+def finished_of(opened: OpenLayer, index: int) -> dict[int, FinishedModule]:
+    """The finished modules of an open layer."""
     prefix = f"{opened.stack.path}.{index}"
     return find_finished_modules(
         opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
@@ -39,9 +39,7 @@ def test_attention_and_mlp_end_with_a_linear(
     folder = write_model(tmp_path / "model", model_type, **config)
     with open_layer(folder, tmp_path / "arguments", make_text(1), 1) as opened:
         prefix = f"{opened.stack.path}.1"
-        found = find_finished_modules(
-            opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
-        )
+        found = finished_of(opened, 1)
         names = {
             item.path.removeprefix(f"{prefix}."): item.linear.removeprefix(f"{prefix}.") for item in found.values()
         }
@@ -55,13 +53,7 @@ def test_a_module_that_changes_the_output_of_its_linear_is_not_closed(tmp_path: 
     with open_layer(folder, tmp_path / "arguments", make_text(1), 0) as opened:
         attention, plain = opened.layer.self_attn, type(opened.layer.self_attn).forward
         attention.forward = lambda *a, **k: (plain(attention, *a, **k)[0].mul_(0.5), None)  # in place: the same memory
-        prefix = f"{opened.stack.path}.0"
-        assert (
-            find_finished_modules(
-                opened.stack.model, prefix, opened.layer, opened.stages, opened.calls[0], opened.hidden[0]
-            )
-            == {}
-        )
+        assert finished_of(opened, 0) == {}
         del attention.forward
 
 
@@ -90,7 +82,7 @@ def test_the_codes_are_those_of_whole_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, scheme: str
 ) -> None:
     folder = write_model(tmp_path / "model", model_type)
-    text = make_text(12), make_text(4, seed=1)
+    text = make_text(6), make_text(3, seed=1)
     short = round_model(folder, tmp_path / "work", *text, scheme, fold=True)
     monkeypatch.setattr(walk, "find_finished_modules", lambda *_: {})
     whole = round_model(folder, tmp_path / "work", *text, scheme, fold=True)

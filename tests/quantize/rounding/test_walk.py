@@ -43,19 +43,6 @@ def planned(folder: Path, scheme: Scheme) -> tuple[set[str], set[str]]:
         }
 
 
-@pytest.mark.parametrize("scheme", FORMATS.values(), ids=[scheme.name for scheme in FORMATS.values()])
-def test_nearest_gives_the_bytes_of_quantizing_without_data(llama: Path, tmp_path: Path, scheme: Scheme) -> None:
-    quantize_checkpoint(llama, tmp_path / "out", scheme)
-    expected = tensors_of(tmp_path / "out")
-    rounding = round_model(llama, tmp_path / "work", make_text(3, 20), make_text(2, 20), scheme, "nearest")
-    modules, names = planned(llama, scheme)
-    assert set(rounding.weights) == modules
-    assert set(rounding.tensors) == names
-    assert rounding.tensors == {name: expected[name] for name in names}
-    assert rounding.held_out["method"] == rounding.held_out["nearest"] > 0
-    assert not (tmp_path / "work").exists()
-
-
 #: Experts under other names on disk, experts fused on disk, fused projections, a shared expert, and other families.
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {},
@@ -67,18 +54,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-def test_nearest_gives_the_bytes_of_quantizing_without_data_for_every_kind_of_layer(
-    tmp_path: Path, model_type: str
-) -> None:
-    folder = write_model(tmp_path / "model", model_type, **KINDS[model_type])
-    scheme = SCHEMES["nvfp4"]
-    modules, names = planned(folder, scheme)
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [*(("llama", scheme) for scheme in FORMATS.values()), *((kind, SCHEMES["nvfp4"]) for kind in KINDS)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_nearest_gives_the_bytes_of_quantizing_without_data(tmp_path: Path, model_type: str, scheme: Scheme) -> None:
+    folder = write_model(tmp_path / "model", model_type, **KINDS.get(model_type, {}))
     quantize_checkpoint(folder, tmp_path / "out", scheme)
     expected = tensors_of(tmp_path / "out")
     rounding = round_model(folder, tmp_path / "work", make_text(3, 20), make_text(2, 20), scheme, "nearest")
+    modules, names = planned(folder, scheme)
     assert set(rounding.weights) == modules
     assert rounding.tensors == {name: expected[name] for name in names}
+    assert rounding.held_out["method"] == rounding.held_out["nearest"] > 0
+    assert not (tmp_path / "work").exists()
 
 
 def test_tensors_have_the_names_of_the_layout(tmp_path: Path) -> None:
@@ -143,8 +133,7 @@ def test_the_divergence_is_that_of_the_whole_models(llama: Path, tmp_path: Path)
         assert rounding.held_out[name] == pytest.approx(total / HELD_OUT.tokens, rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["gptq", "match"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "gptq"), ("qwen2_moe", "match")])
 def test_one_and_two_threads_give_the_same_codes(tmp_path: Path, model_type: str, method: str) -> None:
     folder = write_model(tmp_path / "model", model_type)
     before = torch.get_num_threads()
