@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -49,13 +50,18 @@ def tiles(size: int) -> list[slice]:
 @contextmanager
 def for_each_tile() -> Iterator[ForEach]:
     """Share calls between threads, in each of which a library computes alone."""
-    count, known = threads.count(), torch.get_num_threads()
+    count, known, inference = threads.count(), torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    def call_in_mode(call: Callable[[slice], object], item: slice) -> None:
+        with torch.inference_mode(inference):  # each thread has a mode of its own
+            call(item)
+
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(count) as pool:
 
             def for_each(call: Callable[[slice], object], items: Iterable[slice]) -> None:
-                for _ in pool.map(call, items):
+                for _ in pool.map(call_in_mode, repeat(call), items):
                     pass
 
             yield for_each
