@@ -123,7 +123,7 @@ def test_static_inputs_without_calibration_are_written_weight_only_with_a_note(
     report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", scheme)
     group = quantization_config(tmp_path / "out")["config_groups"]["group_0"]
     assert group["input_activations"] is None
-    assert group["format"] == ("nvfp4-pack-quantized" if scheme == "nvfp4-w4a4" else "float-quantized")
+    assert group["format"] == ("nvfp4-pack-quantized" if scheme == "nvfp4-w4a4" else "naive-quantized")
     assert "14 weights" in report.notes[0]
     assert "no calibration" in report.notes[0]
     assert f"({kind})" in report.notes[0]
