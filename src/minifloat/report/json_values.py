@@ -47,14 +47,16 @@ def _read(kind: Any, value: Any, name: str) -> Any:
         return _read_sequence(origin, arguments, value, name)
     if origin in (dict, Mapping):
         _require(value, dict, name)
-        key_kind, item_kind = arguments
-        return {_read_key(key_kind, key, name): _read(item_kind, item, f"{name}.{key}") for key, item in value.items()}
+        kind, item_kind = arguments
+        if kind is int and (wrong := [key for key in value if not key.isdecimal()]):
+            raise ValueError(f"{name}: expected a number, found {wrong[0]!r}")
+        return {kind(key): _read(item_kind, item, f"{name}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, name)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(value)
     if kind is float:
-        return _read_float(value, name)
+        return _read_number(value, name)
     if kind in _PLAIN:
         if isinstance(value, bool) is not (kind is bool):
             raise ValueError(f"{name}: expected {kind.__name__}, found {value!r}")
@@ -102,15 +104,7 @@ def _read_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, name: st
     return items if origin is list else tuple(items)
 
 
-def _read_key(kind: Any, key: str, name: str) -> Any:
-    if kind is not int:
-        return key
-    if not key.isdecimal():
-        raise ValueError(f"{name}: expected a number, found {key!r}")
-    return int(key)
-
-
-def _read_float(value: Any, name: str) -> float:
+def _read_number(value: Any, name: str) -> float:
     if isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import io
 import math
 
-import pytest
 from comparisons import (
     full_candidate,
     hostile_comparison,
@@ -19,22 +19,14 @@ from minifloat.evaluate.compare.result import Comparison
 from minifloat.report import terminal
 
 
-@pytest.fixture
-def printed_lines(capsys: pytest.CaptureFixture[str]) -> PrintedLines:
-    """A function that returns the lines printed on a terminal of 100 columns."""
-    return PrintedLines(capsys)
+def printed_lines(comparison: Comparison) -> list[str]:
+    """Return the lines printed on a terminal of 100 columns."""
+    file = io.StringIO()
+    terminal.write(document(comparison), Console(width=100, highlight=False, file=file))
+    return file.getvalue().splitlines()
 
 
-class PrintedLines:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, comparison: Comparison) -> list[str]:
-        terminal.write(document(comparison), Console(width=100, highlight=False))
-        return self._capsys.readouterr().out.splitlines()
-
-
-def test_a_row_per_text_and_one_for_all_with_compact_intervals(printed_lines: PrintedLines) -> None:
+def test_a_row_per_text_and_one_for_all_with_compact_intervals() -> None:
     lines = printed_lines(make_comparison())
     first = next(index for index, line in enumerate(lines) if line.startswith("text "))
     assert [line.split("  ")[0] for line in lines[first + 1 : first + 4]] == ["prose.txt", "code.txt", "all texts"]
@@ -43,7 +35,7 @@ def test_a_row_per_text_and_one_for_all_with_compact_intervals(printed_lines: Pr
     ]  # fmt: skip
 
 
-def test_the_verdict_is_the_last_line(printed_lines: PrintedLines) -> None:
+def test_the_verdict_is_the_last_line() -> None:
     assert printed_lines(make_comparison())[-1].startswith("storybook-fp8-block: PASSED: every bound is kept")
     assert printed_lines(make_comparison(make_candidate(damage=4)))[-1].startswith(
         "storybook-fp8-block: FAILED: same top-1"
@@ -53,7 +45,7 @@ def test_the_verdict_is_the_last_line(printed_lines: PrintedLines) -> None:
     assert "tokens would decide" in undecided
 
 
-def test_every_broken_bound_is_named(printed_lines: PrintedLines) -> None:
+def test_every_broken_bound_is_named() -> None:
     candidate = make_candidate(damage=10)
     lines = printed_lines(make_comparison(candidate))
     for check in candidate.verdict.unmet:
@@ -63,24 +55,24 @@ def test_every_broken_bound_is_named(printed_lines: PrintedLines) -> None:
         )
 
 
-def test_each_candidate_has_a_table_and_a_verdict(printed_lines: PrintedLines) -> None:
+def test_each_candidate_has_a_table_and_a_verdict() -> None:
     lines = printed_lines(make_comparison(make_candidate("out/a"), make_candidate("out/b", 10)))
     assert sum(line.startswith("text ") for line in lines) == 2
     assert [line.split(":")[0] for line in lines if "PASSED" in line or "FAILED" in line] == ["a", "b"]
     assert "storybook -> a: 18.00 MiB -> 9.00 MiB (2.00x smaller)" in lines
 
 
-def test_an_interrupted_run_is_marked(printed_lines: PrintedLines) -> None:
+def test_an_interrupted_run_is_marked() -> None:
     assert any(line.startswith("PARTIAL: ") for line in printed_lines(make_comparison(tokens_done=12_000)))
     assert not any("PARTIAL" in line for line in printed_lines(make_comparison()))
 
 
-def test_missing_measurements_are_named_before_the_verdict(printed_lines: PrintedLines) -> None:
+def test_missing_measurements_are_named_before_the_verdict() -> None:
     lines = printed_lines(make_comparison(notes=("a: [keys] are not rounded",)))
     assert lines[-2] == "Not measured: a: [keys] are not rounded"
 
 
-def test_the_other_measurements_take_a_few_lines(printed_lines: PrintedLines) -> None:
+def test_the_other_measurements_take_a_few_lines() -> None:
     lines = printed_lines(make_comparison(full_candidate()))
     for start in (
         "generation: 3 of 10 prompts (30% [6, 54])",
@@ -93,7 +85,7 @@ def test_the_other_measurements_take_a_few_lines(printed_lines: PrintedLines) ->
     assert len(lines) - len(printed_lines(make_comparison())) < 12
 
 
-def test_the_table_fits_into_100_columns_and_cuts_no_number(printed_lines: PrintedLines) -> None:
+def test_the_table_fits_into_100_columns_and_cuts_no_number() -> None:
     name = "a-text-with-quite-a-long-name.jsonl"
     texts = (name, "b.txt")
     lines = printed_lines(make_comparison(make_candidate(texts=texts), texts=()))
@@ -104,7 +96,7 @@ def test_the_table_fits_into_100_columns_and_cuts_no_number(printed_lines: Print
     assert sum("[" in line for line in table) == 3
 
 
-def test_a_text_too_short_for_an_interval_is_explained(printed_lines: PrintedLines) -> None:
+def test_a_text_too_short_for_an_interval_is_explained() -> None:
     summary = make_summary(kl_mean=Estimate(0.004, math.nan, math.nan))
     lines = printed_lines(make_comparison(judged_candidate(summary)))
     assert any("0.004 [?]" in line for line in lines)
@@ -112,7 +104,7 @@ def test_a_text_too_short_for_an_interval_is_explained(printed_lines: PrintedLin
     assert not any("fewer than" in line for line in printed_lines(make_comparison()))
 
 
-def test_hostile_names_move_no_cursor_and_are_no_markup(printed_lines: PrintedLines) -> None:
+def test_hostile_names_move_no_cursor_and_are_no_markup() -> None:
     output = "\n".join(printed_lines(hostile_comparison()))
     assert "\x1b" not in output
     assert "\u202e" not in output

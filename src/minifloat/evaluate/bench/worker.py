@@ -170,9 +170,14 @@ def main() -> None:
     def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
+    from minifloat.engine import Engine, EngineOptions
+    from minifloat.kernels.threads import set_threads
+
     first = json.loads(sys.stdin.readline())
     try:
-        engine = _create_engine(**first)
+        if first["threads"] is not None:
+            set_threads(first["threads"])
+        engine = Engine(first["path"], EngineOptions(**first["options"]))
     except MinifloatError as error:
         answer({"error": str(error)})
         return
@@ -183,15 +188,6 @@ def main() -> None:
             answer({"answer": asdict(run_batch(engine, **question)) if question else _state(engine)})
         except MinifloatError as error:
             answer({"error": str(error)})
-
-
-def _create_engine(path: str, options: dict[str, Any], threads: int | None) -> Any:
-    from minifloat.engine import Engine, EngineOptions
-    from minifloat.kernels.threads import set_threads
-
-    if threads is not None:
-        set_threads(threads)
-    return Engine(path, EngineOptions(**options))
 
 
 def _state(engine: Any) -> dict[str, Any]:

@@ -310,9 +310,7 @@ class MeasurementLog:
                 f"{path}: expected scores of a comparison, found a damaged file ({error}); delete it"
             ) from error
         for worst, of_candidate in zip(self._worst, positions, strict=True):
-            worst.offer(_position(values) for values in of_candidate)
-
-
-def _position(values: dict[str, Any]) -> ScoredPosition:
-    pairs = {side: tuple((int(token), float(p)) for token, p in values[side]) for side in ("baseline", "candidate")}
-    return ScoredPosition(**{**values, **pairs})
+            for values in of_candidate:
+                for side in ("baseline", "candidate"):
+                    values[side] = tuple((int(token), float(probability)) for token, probability in values[side])
+            worst.offer(ScoredPosition(**values) for values in of_candidate)

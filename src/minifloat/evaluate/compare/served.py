@@ -171,7 +171,8 @@ class ServedModel:
     def __init__(self, connection: Connection, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._connection, self.name = connection, name
         self._ids = _ids_by_text(tokenizer)
-        self.alternatives = self._find_alternatives(_trial_ids(tokenizer))
+        ids = list(tokenizer("a b c", add_special_tokens=False).input_ids)
+        self.alternatives = self._find_alternatives((ids * 2)[: max(len(ids), 2)])
 
     def probabilities(self, windows: Sequence[Sequence[int]]) -> list[list[KnownProbabilities]]:
         with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="minifloat-served") as pool:
@@ -231,7 +232,7 @@ class ServedModel:
                 f"{min(len(tokens), len(own), len(top or ()))}: the server drops tokens, or leaves the prompt out"
             )
         for index, (token, name) in enumerate(zip(window, tokens, strict=False)):
-            if not self._may_be(token, str(name)):
+            if self._id_of(str(name)) not in (None, token):  # several tokens may share a text
                 raise UsageError(
                     f"{self._connection.url}: token {index} of a prompt was {token} and came back as {name!r}: the "
                     "server has another tokenizer, or adds tokens to prompts"
@@ -254,11 +255,6 @@ class ServedModel:
         match = _TOKEN_ID.fullmatch(name)
         return int(match[1]) if match else self._ids.get(name)
 
-    def _may_be(self, token: int, name: str) -> bool:
-        """Return whether a name in an answer is that of a token; texts that several tokens share may be."""
-        known = self._id_of(name)
-        return known is None or known == token
-
 
 def _number(value: Any) -> float:
     if not isinstance(value, (int, float)) or value != value or value > 1e-3:
@@ -273,11 +269,6 @@ def _ids_by_text(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         text = str(tokenizer.decode([token]))
         found[text] = None if text in found else token
     return {text: token for text, token in found.items() if token is not None}
-
-
-def _trial_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = list(tokenizer("a b c", add_special_tokens=False).input_ids)
-    return (ids * 2)[: max(len(ids), 2)]
 
 
 def served_distribution(p: Distribution, known: Sequence[KnownProbabilities]) -> tuple[Distribution, Tensor]:

@@ -183,7 +183,9 @@ def _same(x: ModuleOrTensor, y: ModuleOrTensor) -> bool:
     if x is y:
         return True
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return _same_bits(x, y)
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        return torch.equal(x.detach().reshape(-1).view(torch.uint8), y.detach().reshape(-1).view(torch.uint8))
     if not (isinstance(x, nn.Module) and type(x) is type(y)):
         return False
     if isinstance(x, QuantizedWeight) and isinstance(y, QuantizedWeight) and not _same_weight(x, y):
@@ -201,9 +203,3 @@ def _same_weight(x: QuantizedWeight, y: QuantizedWeight) -> bool:
         return _same(_attribute(x, _PACKED), _attribute(y, _PACKED))
     first, second = x.quantized, y.quantized
     return all(_same(getattr(first, name), getattr(second, name)) for name in _STORED)
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return False
-    return torch.equal(x.detach().reshape(-1).view(torch.uint8), y.detach().reshape(-1).view(torch.uint8))
