@@ -50,13 +50,7 @@ def quantized(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of the command on `WORKLOAD`.
-
-    Attributes:
-        report: The measured report.
-        result: Output and exit status of the command.
-        folder: Folder of the result file.
-    """
+    """A run of the command on `WORKLOAD`, and the folder of its result file."""
 
     report: GainsReport
     result: Result

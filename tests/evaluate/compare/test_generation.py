@@ -60,7 +60,7 @@ def test_continuations_equal_those_of_transformers(
 ) -> None:
     folder = make_model(tmp_path / "m", model_type, dtype="float32", **config)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    given = prompts(19)
+    given = prompts(17)  # more than a batch
     expected = []
     for prompt in given:
         ids = torch.tensor([prompt])

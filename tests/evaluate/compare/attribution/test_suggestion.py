@@ -32,7 +32,7 @@ OPTIONS = LoadOptions(dtype=torch.float32)
 SECONDS = 60.0
 
 
-def suggested(
+def found_by_search(
     baseline: Path,
     candidate: Path,
     max_kl: float = math.inf,
@@ -43,6 +43,12 @@ def suggested(
     tolerance = Tolerance(**{"max_ppl_increase": math.inf, "min_same_top1": 0.0, "max_kl": max_kl, **bounds})
     models = [TransformersModel.of(folder, OPTIONS) for folder in (baseline, candidate)]
     return attribute(models[0], models[1], windows, tolerance, seconds).suggestion
+
+
+def suggested(*arguments: Any, **options: Any) -> Suggestion:
+    found = found_by_search(*arguments, **options)
+    assert found is not None
+    return found
 
 
 def figures(baseline: Path, candidate: Path) -> tuple[float, float, float]:
@@ -78,7 +84,6 @@ def test_a_checkpoint_quantized_as_suggested_has_the_measured_distance(
     quantize_checkpoint(plain, tmp_path / "q", scheme)
     before = figures(plain, tmp_path / "q")
     found = suggested(plain, tmp_path / "q", max_kl=share * before[0])
-    assert found is not None
     quantize_checkpoint(plain, tmp_path / "better", scheme, QuantizeOptions(overrides=found.overrides))
     after = figures(plain, tmp_path / "better")
     assert (found.kl_before, found.ppl_increase_before, found.same_top1_before) == pytest.approx(before, rel=1e-4)
@@ -109,7 +114,6 @@ def test_only_the_modules_fused_with_a_wrong_one_are_kept(
     save_file(tensors, tmp_path / "wrong" / "model.safetensors", metadata={"format": "pt"})
     usual = figures(llama_folder, fp8_folder)[0]
     found = suggested(llama_folder, tmp_path / "wrong", max_kl=1.1 * usual)
-    assert found is not None
     assert len(found.overrides) == 1
     assert found.overrides[0].endswith(override.removeprefix(r"\.1"))
     assert module in found.modules
@@ -135,7 +139,6 @@ def test_a_suggestion_costs_little_more_than_the_cheapest_sufficient_choice(
     for share in (0.8, 0.5, 0.2):
         bound = share * choices[0][1]
         found = suggested(llama_folder, mxfp4_folder, max_kl=bound)
-        assert found is not None
         best = min(cost for cost, kl in choices if kl <= bound)
         assert best <= found.extra_bytes <= 1.3 * best
 
@@ -230,37 +233,34 @@ def test_the_verdict_on_a_suggestion_is_that_of_a_checkpoint_quantized_as_sugges
 
 def test_a_suggestion_keeps_every_bound(llama_folder: Path, mxfp4_folder: Path) -> None:
     found = suggested(llama_folder, mxfp4_folder, min_same_top1=0.97)
-    assert found is not None
     assert found.same_top1_before < 0.97 <= found.same_top1_after
     torch.manual_seed(0)
     own = TransformersModel.of(llama_folder, OPTIONS).model.generate(
         WINDOWS[:, :1], do_sample=True, max_new_tokens=31, min_new_tokens=31, use_cache=False
     )  # the baseline's own text, of which every other model is less sure
     found = suggested(llama_folder, mxfp4_folder, windows=own, max_ppl_increase=0.01)
-    assert found is not None
     assert found.ppl_increase_before > 0.01 >= found.ppl_increase_after
     assert found.reaches
 
 
 def test_nothing_is_suggested_for_a_model_within_the_tolerance(llama_folder: Path, fp8_folder: Path) -> None:
-    assert suggested(llama_folder, fp8_folder, max_kl=100) is None
+    assert found_by_search(llama_folder, fp8_folder, max_kl=100) is None
 
 
 def test_nothing_is_suggested_where_no_override_can_help(
     llama_folder: Path, make_llama: MakeModel, tmp_path: Path, fp8_folder: Path
 ) -> None:
-    assert suggested(llama_folder, make_llama(tmp_path / "other", seed=1), max_kl=1e-9) is None
+    assert found_by_search(llama_folder, make_llama(tmp_path / "other", seed=1), max_kl=1e-9) is None
     quantize_checkpoint(llama_folder, tmp_path / "q4", "mxfp4")
-    assert suggested(fp8_folder, tmp_path / "q4", max_kl=1e-9) is None
+    assert found_by_search(fp8_folder, tmp_path / "q4", max_kl=1e-9) is None
 
 
 def test_nothing_is_suggested_when_the_time_is_up(llama_folder: Path, mxfp4_folder: Path) -> None:
-    assert suggested(llama_folder, mxfp4_folder, max_kl=1e-9, seconds=0) is None
+    assert found_by_search(llama_folder, mxfp4_folder, max_kl=1e-9, seconds=0) is None
 
 
 def test_a_suggestion_that_keeps_every_module_says_so(llama_folder: Path, mxfp4_folder: Path) -> None:
     found = suggested(llama_folder, mxfp4_folder, max_kl=0)
-    assert found is not None
     assert (found.reaches, found.everything, found.kl_after, len(found.modules)) == (True, True, 0, 14)
 
 
@@ -270,6 +270,5 @@ def test_a_suggestion_that_is_not_enough_says_so(llama_folder: Path, tmp_path: P
     tensors["model.norm.weight"] *= torch.linspace(0.5, 1.5, 64)
     save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
     found = suggested(llama_folder, tmp_path / "q", max_kl=1e-6)
-    assert found is not None
     assert (found.reaches, found.everything) == (False, True)
     assert found.kl_after > 1e-6
