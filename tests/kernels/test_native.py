@@ -81,14 +81,10 @@ def test_the_op_imports_no_torch() -> None:
     assert result.stdout.strip() == "False", result.stderr
 
 
-def test_a_missing_library_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_library_says_what_to_do_and_a_file_that_is_none_says_so(tmp_path: Path) -> None:
     outcome = native.open_library([tmp_path])
     assert outcome.library is None
-    assert "not built" in outcome.reason
-    assert "C++ compiler" in outcome.reason
-
-
-def test_a_file_that_is_no_library_says_so(tmp_path: Path) -> None:
+    assert re.search("not built.*C\\+\\+ compiler", outcome.reason)
     (tmp_path / native.FILE_NAMES[0]).write_bytes(b"not a library")
     outcome = native.open_library([tmp_path])
     assert outcome.library is None

@@ -1,11 +1,4 @@
-"""Agreement of two engines: whether another engine computes the same model as minifloat.
-
-Two engines that multiply the same weights in BF16 differ, because each rounds in different places. The distance of BF16
-from exact arithmetic depends on the model and is measured: the checkpoint runs here in float32 and in BF16. The other
-engine may be 1.5 times as far from float32 as minifloat's BF16, because it may round in more places (vLLM rounds logits
-to BF16, minifloat does not: one more rounding, where each layer has ten). Inputs that are quantized to FP8 enlarge both
-distances alike, because a value near the middle of two codes may be rounded either way.
-"""
+"""Agreement of two engines: whether another engine computes the same model as minifloat."""
 
 from __future__ import annotations
 
@@ -20,23 +13,18 @@ from torch import Tensor
 
 from minifloat.model.runtime.load import LoadOptions, load
 
-#: Allowed distance of another engine from float32, in distances of minifloat's BF16.
+#: Allowed distance of another engine from float32, in distances of minifloat's BF16: engines round in different places,
+#: and vLLM rounds logits once more, where each layer has ten roundings.
 _ALLOWED_RATIO = 1.5
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy continuation.
+    """A greedy continuation."""
 
-    Attributes:
-        prompt: Token ids of the prompt.
-        tokens: Token ids of the continuation.
-        top: For each position from the prompt's second token on, log-probabilities of the most probable tokens by id.
-    """
-
-    prompt: Sequence[int]
-    tokens: Sequence[int]
-    top: Sequence[Mapping[int, float]]
+    prompt: Sequence[int]  #: token ids of the prompt
+    tokens: Sequence[int]  #: token ids of the continuation
+    top: Sequence[Mapping[int, float]]  #: for each position from the prompt's second token on
 
 
 class Reference:
@@ -80,25 +68,14 @@ _TOP = 20
 
 @dataclass(frozen=True)
 class Noise:
-    """The error of BF16 arithmetic for a checkpoint, which limits how far apart two engines may be.
+    """The error of BF16 arithmetic for a checkpoint, which limits how far apart two engines may be."""
 
-    Attributes:
-        typical: Root mean square error of the log-probabilities of likely tokens.
-        largest: Largest of these errors.
-    """
-
-    typical: float
-    largest: float
+    typical: float  #: root mean square error of the log-probabilities of likely tokens
+    largest: float  #: largest of these errors
 
     @classmethod
     def of(cls, folder: Path, prompts: Sequence[Sequence[int]], *, inputs_too: bool = False) -> Noise:
-        """Measure the distance of our BF16 to float32 on prompts.
-
-        Args:
-            folder: Folder of the checkpoint.
-            prompts: Token ids of the prompts.
-            inputs_too: Whether one of the engines quantizes the inputs of linears and the other does not.
-        """
+        """Measure the distance of our BF16 to float32 on prompts."""
         exact = load(folder, LoadOptions(dtype=torch.float32, weight_only=True))
         rounded = load(folder, LoadOptions(dtype=torch.bfloat16, weight_only=not inputs_too))
         errors = []
@@ -115,14 +92,7 @@ class Noise:
 
 
 def greedy_differences(ours: Any, theirs: Any, noise: Noise) -> list[float]:
-    """Return the differences of log-probabilities that two servers report, up to the first different token.
-
-    Args:
-        ours: A choice in the response of OpenAI's completions API.
-        theirs: A choice in the other server's response to the same prompt.
-        noise: The texts may differ first only where twice the largest error covers the difference of our two most
-            probable tokens.
-    """
+    """Return the differences of log-probabilities that two servers report, up to the first different token."""
     differences: list[float] = []
     positions = zip(
         ours.logprobs.tokens,

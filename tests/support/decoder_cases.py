@@ -40,23 +40,14 @@ def _packed(weight: Tensor) -> PackedWeight:
 
 @dataclass
 class Session:
-    """Sequences in a cache whose blocks are assigned in random order.
+    """Sequences in a cache whose blocks are assigned in random order."""
 
-    Attributes:
-        decoder: What runs.
-        cache: Filled with bytes that are NaN in every element.
-        impl: Of `step`.
-        contexts: Keys of each sequence so far, by its name.
-        blocks: Of each sequence.
-        states: Filled with NaN, for a decoder that has any.
-    """
-
-    decoder: Decoder
-    cache: KVCache
-    impl: str
-    contexts: dict[str, int] = field(default_factory=dict)
-    blocks: dict[str, list[int]] = field(default_factory=dict)
-    states: SequenceStates | None = None
+    decoder: Decoder  #: what runs
+    cache: KVCache  #: filled with bytes that are NaN in every element
+    impl: str  #: of `step`
+    contexts: dict[str, int] = field(default_factory=dict)  #: keys of each sequence so far, by its name
+    blocks: dict[str, list[int]] = field(default_factory=dict)  #: of each sequence
+    states: SequenceStates | None = None  #: filled with NaN, for a decoder that has any
 
     @classmethod
     def start(cls, decoder: Decoder, impl: str, blocks: int = 64, element: str = "float32") -> Session:
@@ -113,50 +104,27 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes and options of a random decoder.
+    """The sizes and options of a random decoder."""
 
-    Attributes:
-        heads: Of queries.
-        kv_heads: Of keys and values.
-        head_dim: Size of a head.
-        rotary: How many dimensions turn; None: all.
-        windows: Of each layer.
-        norms: Whether q and k have norms.
-        biases: Whether linears have biases.
-        hidden: Size of the residual stream.
-        intermediate: Of the MLP, also of each expert.
-        experts: How many; 0: a plain MLP.
-        top_k: Experts of a token.
-        apart: Whether gate and up of experts are two weights.
-        shared: Whether experts share an MLP, with a gate.
-        activation: Of the MLP and the experts.
-        layer: Further fields of each `Layer`.
-        attention: Further fields of each `Attention`; those that are functions are called with the size of a head.
-        router: Further fields of each `Router`; functions are called with the number of experts.
-        latent: Sizes of latent attention: rank, plain and value_dim, and the rank of queries or 0; `head_dim` is that
-            of its key, and `heads` those of queries. Empty: there is none.
-        decoder: Further fields of the `Decoder`.
-    """
-
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    rotary: int | None = None
-    windows: tuple[int | None, ...] = (None, None)
-    norms: bool = False
-    biases: bool = False
-    hidden: int = 72
-    intermediate: int = 88
-    experts: int = 0
-    top_k: int = 2
-    apart: bool = False
-    shared: bool = False
-    activation: Activation = field(default_factory=Activation)
-    layer: Mapping[str, Any] = field(default_factory=dict)
-    attention: Mapping[str, Any] = field(default_factory=dict)
-    router: Mapping[str, Any] = field(default_factory=dict)
-    latent: tuple[int, ...] = ()
-    decoder: Mapping[str, Any] = field(default_factory=dict)
+    heads: int = 4  #: of queries
+    kv_heads: int = 2  #: of keys and values
+    head_dim: int = 16  #: size of a head
+    rotary: int | None = None  #: how many dimensions turn; None: all
+    windows: tuple[int | None, ...] = (None, None)  #: of each layer
+    norms: bool = False  #: whether q and k have norms
+    biases: bool = False  #: whether linears have biases
+    hidden: int = 72  #: size of the residual stream
+    intermediate: int = 88  #: of the MLP, also of each expert
+    experts: int = 0  #: how many; 0: a plain MLP
+    top_k: int = 2  #: experts of a token
+    apart: bool = False  #: whether gate and up of experts are two weights
+    shared: bool = False  #: whether experts share an MLP, with a gate
+    activation: Activation = field(default_factory=Activation)  #: of the MLP and the experts
+    layer: Mapping[str, Any] = field(default_factory=dict)  #: further fields of each `Layer`
+    attention: Mapping[str, Any] = field(default_factory=dict)  #: further fields of each `Attention`
+    router: Mapping[str, Any] = field(default_factory=dict)  #: further fields of each `Router`
+    latent: tuple[int, ...] = ()  #: sizes of latent attention: rank, plain and value_dim, and the rank of queries or 0
+    decoder: Mapping[str, Any] = field(default_factory=dict)  #: further fields of the `Decoder`
 
 
 def _made(fields: Mapping[str, Any], size: int) -> dict[str, Any]:

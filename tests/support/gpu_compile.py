@@ -1,10 +1,6 @@
-"""Triton kernels compiled ahead of time for a GPU that is not there, and the instructions of their main loop counted.
+"""Triton kernels compiled for a GPU that is not there, and the instructions of their main loop counted."""
 
-The main loop is the shortest one that holds tensor core instructions; instructions are those of one thread, per weight
-that it decodes.
-
-    PYTHONPATH=src:tests/support python -m gpu_compile      # the table of docs/gpu.md
-"""
+# PYTHONPATH=src:tests/support python -m gpu_compile      prints the table of docs/gpu.md
 
 from __future__ import annotations
 
@@ -39,23 +35,14 @@ _BRANCH = re.compile(r"BRA.*?`\((\.L_x_\d+)\)")
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of a kernel.
+    """The machine code of a kernel."""
 
-    Attributes:
-        registers: Of a thread.
-        stack: Bytes of a thread that live in memory.
-        shared_bytes: Of a CTA.
-        sass: Returns the machine code, disassembled.
-        weights: That a thread decodes in one pass through it.
-        ttgir: The program with the layouts of its tensors.
-    """
-
-    registers: int
-    stack: int
-    shared_bytes: int
-    sass: Callable[[], str]
-    weights: float
-    ttgir: str
+    registers: int  #: of a thread
+    stack: int  #: bytes of a thread that live in memory
+    shared_bytes: int  #: of a CTA
+    sass: Callable[[], str]  #: returns the machine code, disassembled
+    weights: float  #: that a thread decodes in one pass through it
+    ttgir: str  #: the program with the layouts of its tensors
 
     @functools.cached_property
     def loop(self) -> collections.Counter[str]:
@@ -64,10 +51,7 @@ class Compiled:
 
     @property
     def first_axis_in_a_lane(self) -> int | None:
-        """The axis, counted from the end, along which the first two units differ that a lane gives to the decoding PTX.
-
-        None if there is no such PTX.
-        """
+        """The axis, from the end, along which the first two units differ that a lane gives to the decoding PTX."""
         operands = [line for line in self.ttgir.splitlines() if "elementwise_inline_asm" in line and "bf16x2" in line]
         if not operands:
             return None

@@ -1,11 +1,4 @@
-"""Weights made code by code, their values in float64, and the kernels called below the public API.
-
-A test that asks what one code times one scale becomes cannot go through a quantizer, and one that runs every
-instruction set of the machine in one process cannot go through the public function, which has chosen one. So weights
-are made here as a checkpoint would hold them, their values come from the tables of `minifloat.numerics.formats` in
-float64 and share nothing with the kernels, and `Kernels` fills the structs of ``native/api.h`` itself. What the public
-functions add (checks, shapes, views) is tested through them.
-"""
+"""Weights made code by code, their values in float64, and the kernels called below the public API."""
 
 from __future__ import annotations
 
@@ -24,6 +17,9 @@ from minifloat.kernels.native import STRUCTS, format_struct
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
+
+# Values come from the tables of `minifloat.numerics.formats` in float64, and `Kernels` fills the structs of
+# ``native/api.h`` itself: they share nothing with what they test.
 
 LIBRARY = native.load()
 ISAS = () if LIBRARY is None else LIBRARY.isas
@@ -110,19 +106,12 @@ def values_of(element: ElementFormat) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight ``[N, K]`` as a checkpoint stores it.
+    """A weight ``[N, K]`` as a checkpoint stores it."""
 
-    Attributes:
-        kind: Its format.
-        codes: uint8 ``[N, K]``, one code each; bfloat16 values for BF16.
-        scales: The grid of the kind: float32, or uint8 codes; None for BF16.
-        factor: Multiplies every scale.
-    """
-
-    kind: Kind
-    codes: torch.Tensor
-    scales: torch.Tensor | None
-    factor: float = 1.0
+    kind: Kind  #: its format
+    codes: torch.Tensor  #: uint8 ``[N, K]``, one code each; bfloat16 values for BF16
+    scales: torch.Tensor | None  #: the grid of the kind: float32, or uint8 codes; None for BF16
+    factor: float = 1.0  #: multiplies every scale
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -307,11 +296,7 @@ class Kernels:
         int8_inputs: bool = False,
         batch_invariant: bool = False,
     ) -> torch.Tensor:
-        """The result for `x`, whose rows may be any distance apart; into `y` where it is given.
-
-        Without `y` the rows of the result lie apart, and it is checked that each element was written and that what
-        lies between the rows was not.
-        """
+        """The result for `x`, whose rows may be any distance apart; into `y` where it is given."""
         weights = [weights] if isinstance(weights, Packed) else list(weights)
         biases = [biases] if isinstance(biases, torch.Tensor) else biases
         width = sum(weight.stored.shape[0] for weight in weights)
@@ -411,18 +396,7 @@ def assert_close(
     weight: torch.Tensor,
     sums: float = 1e-6,
 ) -> None:
-    """Compare a result with its exact value, element by element and on average.
-
-    An element may differ by half a step of its dtype and by rounding in the sum, for which the lengths of the row of
-    `x` and of the row of `weight` are the measure; all together by what rounding each costs, and that of the sums.
-
-    Args:
-        result: ``[M, N]``.
-        exact: The same in float64.
-        x: ``[M, K]``.
-        weight: float64 ``[N, K]``.
-        sums: What rounding in the sum may cost, relative to the lengths.
-    """
+    """Compare a result with its exact value, element by element and on average."""
     error = (result.double() - exact).abs()
     lengths = x.double().norm(dim=1)[:, None] * weight.norm(dim=1)[None, :]
     numbers = torch.finfo(result.dtype)

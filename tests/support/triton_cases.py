@@ -1,8 +1,4 @@
-"""Triton kernels without a GPU: run by the interpreter in a process of its own, and compiled ahead of time.
-
-The interpreter has to be chosen before a kernel is decorated, hence the process: `run_cases` runs a file of tests named
-``triton_cases_*.py``, which pytest does not collect by itself. The same file runs on a GPU where there is one.
-"""
+"""Triton kernels without a GPU: run by the interpreter in a process of its own, and compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -44,25 +40,15 @@ def device() -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel, compiled.
+    """A kernel, compiled."""
 
-    Attributes:
-        ttgir: The program with the layouts of its tensors.
-        llir: What LLVM compiled.
-        ptx: Its assembly.
-        cubin: Its machine code.
-        stack: Bytes of stack and local memory that a thread needs.
-        registers: Registers of a thread.
-        shared: Bytes of shared memory.
-    """
-
-    ttgir: str
-    llir: str
-    ptx: str
-    cubin: bytes
-    stack: int
-    registers: int
-    shared: int
+    ttgir: str  #: the program with the layouts of its tensors
+    llir: str  #: what LLVM compiled
+    ptx: str  #: its assembly
+    cubin: bytes  #: its machine code
+    stack: int  #: bytes of stack and local memory that a thread needs
+    registers: int  #: registers of a thread
+    shared: int  #: bytes of shared memory
 
     @cached_property
     def sass(self) -> str:
@@ -94,16 +80,7 @@ def compile_ahead(
     options: Mapping[str, Any] | None = None,
     aligned: tuple[str, ...] = (),
 ) -> Compiled:
-    """Compile a kernel for an architecture that this machine need not have.
-
-    Args:
-        kernel: What `triton.jit` made.
-        signature: Types of the arguments that are not constexpr, by name, as in ``"*fp32"`` or ``"i32"``.
-        constants: Values of those that are.
-        capability: As in `TARGETS`.
-        options: Of the launch.
-        aligned: Arguments that are multiples of 16.
-    """
+    """Compile a kernel for an architecture that this machine need not have."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,8 +1,4 @@
-"""Attention alone, in bfloat16, against float64: nothing is rounded before its result.
-
-All linears of the decoder select or copy columns, so that queries, keys and values are known exactly, and the embedding
-is so small that the logits are the normed result of attention.
-"""
+"""Attention alone, in bfloat16, against float64: nothing is rounded before its result."""
 
 from __future__ import annotations
 
@@ -16,6 +12,8 @@ from minifloat.kernels import native
 from minifloat.kernels.decoder import Attention, Decoder, Layer, Mlp, Norm
 from minifloat.kernels.pack import FusedWeights, pack
 
+# Linears select or copy columns, so queries, keys and values are known exactly; with so small an embedding the logits
+# are the normed result of attention.
 SMALL = 2.0**-40
 
 

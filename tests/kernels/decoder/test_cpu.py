@@ -1,7 +1,4 @@
-"""The decoder step in C++ against the reference, on every instruction set, and settings that must not change results.
-
-Sessions fill their KV cache with NaN first, so that reading an unwritten element changes the result.
-"""
+"""The decoder step in C++ against the reference, on every instruction set; caches are filled with NaN first."""
 
 from __future__ import annotations
 

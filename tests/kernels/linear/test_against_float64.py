@@ -1,8 +1,4 @@
-"""Every format on every instruction set against the product in float64, over numbers of rows, shapes and dtypes.
-
-The sizes lie on both sides of the boundaries of the layout and of the code paths: panels of 32 rows, steps of 64
-columns, halves of 32, groups of 16, and the numbers of rows of x at which the kernel switches its path or its tile.
-"""
+"""Every format on every instruction set against the product in float64, over numbers of rows, shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Every code times every scale: with a single non-zero element of x, a result is one product that is rounded once.
-
-The values come from the tables of `minifloat.numerics.formats`. x is a power of two, so that the exact result
-is a number of float32, and a result in a narrower dtype is that number rounded.
-"""
+"""Every code times every scale: with a single non-zero element of x, a result is one product that is rounded once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Memory layout of x, y, weights and biases: any row stride, any alignment, no access beyond the ends.
-
-`Kernels.linear` checks in every test that the memory between the rows of y is unchanged.
-"""
+"""Memory layout of x, y, weights and biases: any row stride, any alignment, no access beyond the ends."""
 
 from __future__ import annotations
 

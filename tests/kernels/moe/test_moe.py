@@ -71,13 +71,10 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels, kind: str) -> No
             assert torch.equal(bits(kernels.moe(x, experts, counts, threads=threads)), expected)
 
 
-def test_experts_of_two_heights_are_refused(kernels: Kernels) -> None:
-    experts = [kernels.pack(make("mxfp4", 40, COLS)), kernels.pack(make("mxfp4", 41, COLS))]
-    with pytest.raises(ValueError, match="status 2"):
-        kernels.moe(inputs(2, COLS, torch.bfloat16), experts, (1, 1))
-
-
-def test_experts_of_two_formats_are_refused(kernels: Kernels) -> None:
-    experts = [kernels.pack(make("mxfp4", 40, COLS)), kernels.pack(make("nvfp4", 40, COLS))]
-    with pytest.raises(ValueError, match="status 3"):
+@pytest.mark.parametrize(("other", "status"), [(("mxfp4", 41, COLS), 2), (("nvfp4", 40, COLS), 3)])
+def test_experts_of_two_heights_or_formats_are_refused(
+    kernels: Kernels, other: tuple[str, int, int], status: int
+) -> None:
+    experts = [kernels.pack(make("mxfp4", 40, COLS)), kernels.pack(make(*other))]
+    with pytest.raises(ValueError, match=f"status {status}"):
         kernels.moe(inputs(2, COLS, torch.bfloat16), experts, (1, 1))

@@ -1,8 +1,4 @@
-"""The Triton kernels in Triton's interpreter against plain PyTorch; `test_triton.py` runs this file.
-
-The interpreter rounds bfloat16 wrongly, so operands are float32 and float16. Triton decides when a kernel is declared
-whether it is interpreted, so these tests run in a process of their own.
-"""
+"""The Triton kernels in Triton's interpreter against plain PyTorch; `test_triton.py` runs this file."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from minifloat.kernels.paged import triton as fast
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E4M3
 
+# The interpreter rounds bfloat16 wrongly, so operands are float32 and float16.
 BLOCKS = 48
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -35,10 +35,7 @@ def test_the_kernel_on_the_gpu_is_the_oracle_bit_for_bit() -> None:
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize("name", distinct({name: scheme.weight for name, scheme in SCHEMES.items()}))
 def test_it_compiles_to_operations_that_round_as_ieee_754_has_it(name: str, capability: int) -> None:
-    """True divisions, nothing contracted or flushed to zero, the cast to E4M3 only where asked for, nothing spilled.
-
-    16 bytes are read and at least 8 written at a time.
-    """
+    """True divisions, nothing contracted or flushed to zero, the cast to E4M3 only where asked for, nothing spilled."""
     from minifloat.kernels.quantize import triton
     from minifloat.kernels.quantize.triton import blocks
 

@@ -1,10 +1,4 @@
-"""The kernels compiled for GPUs without a GPU: counts of the machine instructions.
-
-The limits apply to Hopper, for which the kernels are tuned; on other GPUs the code must only spill no register and use
-the tensor cores. A decode step reads a weight once per token, so the instructions per weight decide whether memory or
-arithmetic is the limit: 132 multiprocessors issue about 33e12 thread instructions a second and memory delivers about
-4.2e12 bytes.
-"""
+"""The kernels compiled for GPUs without a GPU: counts of the machine instructions."""
 
 from __future__ import annotations
 

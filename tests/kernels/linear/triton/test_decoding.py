@@ -1,7 +1,4 @@
-"""The PTX code that decodes weights, emulated with one line of Python per instruction.
-
-Triton's interpreter cannot run PTX and takes another code path, so these tests compare the PTX with the formats.
-"""
+"""The PTX code that decodes weights, emulated with one line of Python per instruction."""
 
 from __future__ import annotations
 

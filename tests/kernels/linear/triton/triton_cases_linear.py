@@ -1,7 +1,4 @@
-"""The kernels in Triton's interpreter; `test_compiled` runs pytest on this file.
-
-Weights decode to float32 here, and bfloat16 results are not compared, because the interpreter rounds bfloat16 wrongly.
-"""
+"""The kernels in Triton's interpreter; `test_compiled` runs pytest on this file."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from minifloat.kernels.linear.triton.weight import GpuWeight, arrange
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.tensor import QuantizedTensor
 
+# The interpreter rounds bfloat16 wrongly: weights decode to float32 here, and bfloat16 results are not compared.
 SMALL, TWO_STEPS, LARGE = Config(16, 64, 1, 4, 2, 1), Config(16, 128, 2, 4, 2, 1), Config(64, 256, 1, 8, 2, 1)
 
 
