@@ -84,8 +84,6 @@ def calibrate_layerwise(
 
 
 class _Observation:
-    """Observes each layer of a walk."""
-
     def __init__(
         self,
         walk: LayerWalk,

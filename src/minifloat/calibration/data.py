@@ -188,7 +188,6 @@ def _truncate(documents: Iterable[list[int]], prefix: list[int], seq_len: int) -
 
 
 def _shuffle(documents: Iterable[Document], rng: random.Random) -> Iterator[Document]:
-    """Yield the documents shuffled within each block."""
     block: list[Document] = []
     characters = 0
     for document in documents:

@@ -192,7 +192,6 @@ def _check(checkpoint: Checkpoint, seq_len: int, prefix: list[int]) -> None:
 
 
 def _kept(file: Path, settings: TextSettings) -> WrittenText | None:
-    """Return the text in a file if the same settings wrote it."""
     text = read_token_file(file)
     if text is None:
         return None
@@ -339,13 +338,9 @@ class _Writer:
     def _add(self, name: str, index: int) -> None:
         """Begin a sequence with the prompt and the draws of an index."""
         seed, length, prompt = self._settings.seed, self._settings.seq_len, self._prompts.prompt(index)
-        params = SamplingParams(seed=_draw_seed(seed, index), max_tokens=length - len(prompt), ignore_eos=True)
+        draws = hashlib.sha256(f"own text {seed}/{index}".encode()).digest()[:8]
+        params = SamplingParams(seed=int.from_bytes(draws, "little"), max_tokens=length - len(prompt), ignore_eos=True)
         self._engine.add(Request(name, prompt, params))
-
-
-def _draw_seed(seed: int, index: int) -> int:
-    """Return the seed of the draws of a sequence: 64 bits that depend on both numbers."""
-    return int.from_bytes(hashlib.sha256(f"own text {seed}/{index}".encode()).digest()[:8], "little")
 
 
 def _calibration_set(text: WrittenText, samples: int) -> CalibrationSet:

@@ -177,10 +177,6 @@ def _ascending(bins: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return bins
 
 
-def _default_rule() -> Rule:
-    return parse_rule("max")
-
-
 @dataclass(frozen=True, repr=False)
 class Calibration(ShortReport):
     """Activation statistics, and how `quantize_checkpoint` turns them into static scales.
@@ -193,7 +189,7 @@ class Calibration(ShortReport):
     """
 
     stats: ActivationStats
-    rule: Rule = field(default_factory=_default_rule)
+    rule: Rule = field(default_factory=lambda: parse_rule("max"))
     held_out: ActivationStats | None = None
     max_saturation: float | None = None
 

@@ -81,7 +81,6 @@ class Delayed(HistoryRule):
     margin: int = 0
 
     def __post_init__(self) -> None:
-        """Check the options."""
         _require("history", self.history, self.history >= 1, "at least 1")
         _require("margin", self.margin, abs(self.margin) < FLOAT32.bias, f"between -{FLOAT32.bias} and {FLOAT32.bias}")
 
@@ -118,7 +117,6 @@ class Percentile(HistogramRule):
     percentile: float = 99.99
 
     def __post_init__(self) -> None:
-        """Check the option."""
         _require("percentile", self.percentile, 0.0 < self.percentile <= 100.0, "above 0 and at most 100")
 
     def clip(self, module: ModuleStats, element: ElementFormat) -> float:
@@ -142,7 +140,6 @@ class MeanSquaredError(HistogramRule):
     octaves: int = 4
 
     def __post_init__(self) -> None:
-        """Check the option."""
         _require("octaves", self.octaves, self.octaves >= 1, "at least 1")
 
     def clip(self, module: ModuleStats, element: ElementFormat) -> float:

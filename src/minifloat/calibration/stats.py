@@ -246,7 +246,6 @@ class ActivationStats:
 
 
 def _records(data: Mapping[str, Any]) -> list[Any]:
-    """Return the records of the single runs in a record."""
     return list(data["merged"]) if data.keys() == {"merged"} else [data]
 
 

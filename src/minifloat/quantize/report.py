@@ -209,7 +209,11 @@ _MINUTE, _HOUR = 60.0, 3600.0
 
 def data_hint(report: QuantizeReport) -> str:
     """Return a sentence on `--data self`; an empty string if the codes were chosen with data, or have eight bits."""
-    weights = [tensor for tensor in report.quantized if _is_four_bit(tensor.detail)]
+    weights = [
+        tensor
+        for tensor in report.quantized
+        if tensor.detail in SCHEMES and SCHEMES[tensor.detail].weight.element is E2M1
+    ]
     if report.rounding is not None or not weights:
         return ""
     seconds = estimate_seconds([tensor.shape for tensor in report.quantized], measure_product_rate())
@@ -217,10 +221,6 @@ def data_hint(report: QuantizeReport) -> str:
         "With --data self the codes are chosen with text that the model writes itself: KL from the original was 0.2 to "
         f"0.5 of this on the models measured so far. It would take about {duration_text(seconds)} here."
     )
-
-
-def _is_four_bit(scheme: str) -> bool:
-    return scheme in SCHEMES and SCHEMES[scheme].weight.element is E2M1
 
 
 def estimate_seconds(shapes: Sequence[tuple[int, ...]], rate: float) -> float:

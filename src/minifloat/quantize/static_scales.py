@@ -59,7 +59,9 @@ def apply_calibration(
     divisors = {module: scalar_global_divisor(amax) for module, amax in under_divisor.amax.items()}
     reports = (
         *_input_reports(inputs, calibration, inputs.scales, E4M3),
-        *_input_reports(under_divisor, calibration, {m: _top_scale(value) for m, value in divisors.items()}, E2M1),
+        *_input_reports(
+            under_divisor, calibration, {m: np.float32(E4M3.max) / value for m, value in divisors.items()}, E2M1
+        ),
         *_kv_reports(caches),
     )
     _check_saturation(reports, calibration.max_saturation)
@@ -92,11 +94,6 @@ def _refuse_drafts(plan: QuantizationPlan, modules: Collection[str]) -> None:
             "no text runs through layers of multi-token prediction, so that their inputs have no static scales; leave "
             f"the override out, or override them with {other}",
         )
-
-
-def _top_scale(divisor: np.float32) -> np.float32:
-    """Return the largest block scale under a divisor."""
-    return np.float32(E4M3.max) / divisor
 
 
 def _history(rule: Rule, wanted: bool, what: str, why: str) -> tuple[Rule, tuple[str, ...]]:

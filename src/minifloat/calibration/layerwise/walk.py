@@ -70,7 +70,8 @@ class LayerWork:
         """Return whether the hidden states that enter the first unfinished layer are there, as they were written."""
         if self.hidden(len(self.finished)).name in self._work.finished:
             return True
-        self._restart()
+        self.finished = []
+        self._work.clear(self._fingerprint)
         return False
 
     def keep_draft(self, layer: int) -> None:
@@ -97,10 +98,6 @@ class LayerWork:
         self.finished = []
         self._work.empty()
         self._work.close()
-
-    def _restart(self) -> None:
-        self.finished = []
-        self._work.clear(self._fingerprint)
 
     def _resume(self) -> None:
         """Load the finished layers of earlier work with the same fingerprint; delete any other work."""

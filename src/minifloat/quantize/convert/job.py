@@ -94,7 +94,10 @@ def convert_checkpoint(
     _check(layout, options := options or ConvertOptions())
     with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
-        plan = _plan(checkpoint, layout, options)
+        if layout is None:
+            plan = make_dequantize_plan(checkpoint, options.dtype)
+        else:
+            plan = make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
         engines = check_output(checkpoint, plan, MODEL)
         for warning in (warnings := tuple(warnings_of(engine_verdicts(engines)))):
             if announce is not None:
@@ -108,7 +111,8 @@ def convert_checkpoint(
         ) as writer:
             with worker_pool(processors.workers(options.workers), writer) as pool:
                 job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress)
-                tensors = _in_order_of_source(checkpoint, job.run())
+                rows = {row["name"]: ConvertedTensor(**row) for row in job.run()}
+                tensors = tuple(rows[name] for name in checkpoint.tensors)
             report = replace(
                 _report(checkpoint, plan, tensors, (*warnings, *restart_notes(writer))),
                 source=str(source),
@@ -130,17 +134,12 @@ def _check(layout: str | None, options: ConvertOptions) -> None:
     processors.workers(options.workers)
 
 
-def _plan(checkpoint: Checkpoint, layout: str | None, options: ConvertOptions) -> ConvertPlan:
-    if layout is None:
-        return make_dequantize_plan(checkpoint, options.dtype)
-    return make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
-
-
 def _report(
     checkpoint: Checkpoint, plan: ConvertPlan, tensors: tuple[ConvertedTensor, ...], notes: Sequence[str]
 ) -> ConvertReport:
     """Return what is known of a conversion without the run that made it."""
-    options, layout = _command_options(plan), plan.source_layout
+    target = f"--dequantize --dtype {plan.dtype}" if plan.layout is None else f"--layout {plan.layout.name}"
+    options, layout = f"{target}{' --allow-rounding' if plan.rounding.scales else ''}", plan.source_layout
     return ConvertReport(
         source="",
         destination="",
@@ -152,16 +151,6 @@ def _report(
         rounding=plan.rounding,
         notes=(*plan.notes, *notes),
     )
-
-
-def _command_options(plan: ConvertPlan) -> str:
-    target = f"--dequantize --dtype {plan.dtype}" if plan.layout is None else f"--layout {plan.layout.name}"
-    return f"{target}{' --allow-rounding' if plan.rounding.scales else ''}"
-
-
-def _in_order_of_source(checkpoint: Checkpoint, entries: Sequence[dict[str, Any]]) -> tuple[ConvertedTensor, ...]:
-    entry_by_name = {entry["name"]: entry for entry in entries}
-    return tuple(ConvertedTensor(**entry_by_name[name]) for name in checkpoint.tensors)
 
 
 def _write_small_files(

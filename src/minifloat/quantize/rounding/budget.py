@@ -310,11 +310,9 @@ class _Search:
         return [0] * len(self.groups.groups)
 
     def schemes(self, choice: Sequence[int]) -> tuple[Scheme | None, ...]:
-        """Return the format of each group."""
         return tuple(group.options[option].scheme for group, option in zip(self.groups.groups, choice, strict=True))
 
     def add(self, choice: Sequence[int], kl: float) -> None:
-        """Record what a choice measured."""
         bits = self.groups.bits(self._frontier.cost(choice))
         predicted = self._frontier.damage(choice)
         self.measured.append(MeasuredMixture(bits, kl, predicted))

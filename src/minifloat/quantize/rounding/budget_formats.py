@@ -218,7 +218,6 @@ class _Loading:
         return {engine for engine in _ENGINES if loads_in(reports[engine])}
 
     def names(self, plan: QuantizationPlan) -> tuple[str, ...]:
-        """Return the engines that load the plan, for messages."""
         return tuple(ENGINES.get(engine, engine) for engine in sorted(self.engines(plan)))
 
     def of(self, plan: QuantizationPlan) -> Callable[[QuantizationPlan], bool]:

@@ -155,7 +155,7 @@ def choose_exponents(
     loss = OutputLoss(weights, scheme.weight, inputs, scheme.activation, shares)
     none = torch.zeros(inputs.shape[1], dtype=torch.int32)
     best, best_alpha, best_loss = none, 0.0, loss.total(none)
-    magnitude = class_means(_magnitude(inputs), classes)
+    magnitude = class_means(inputs.square().mean(0).sqrt(), classes)
     for alpha in ALPHAS:
         exponents = _limited(_exponents(magnitude, alpha), classes, limits)
         candidate = loss.total(exponents)
@@ -230,11 +230,6 @@ def _check_shapes(weights: Sequence[Tensor], inputs: Tensor, held_out: Tensor) -
     for name, x in (*((f"weights[{i}]", w) for i, w in enumerate(weights)), ("inputs", inputs), ("held_out", held_out)):
         if x.ndim != 2 or x.shape[1] != channels or x.shape[0] == 0:
             raise ShapeError(name, f"expected a matrix with rows and {channels} columns, got {tuple(x.shape)}")
-
-
-def _magnitude(inputs: Tensor) -> Tensor:
-    """Return the root mean square of each channel, float32 ``[K]``."""
-    return inputs.square().mean(0).sqrt()
 
 
 def _exponents(magnitude: Tensor, alpha: float) -> Tensor:

@@ -209,10 +209,6 @@ class LayerFold:
             for name in site.tensors
         )
 
-    def _readers(self, site: FoldSite) -> list[str]:
-        """Return the modules to quantize that read the scaled input."""
-        return [module for part in site.readers for module in self._modules_of(part)]
-
     def _modules_of(self, part: FoldPart) -> list[str]:
         experts = (
             [part.expert] if part.expert is not None else sorted({m for s, m in self._modules if s == part.tensor})
@@ -220,7 +216,7 @@ class LayerFold:
         return [module for expert in experts for module in self._modules.get((part.tensor, expert), [])]
 
     def _fold(self, site: FoldSite, sample: SampleInputs) -> None:
-        modules = self._readers(site)
+        modules = [module for part in site.readers for module in self._modules_of(part)]
         places = {self._places[module] for module in modules if module in self._places}
         if not places or any(module not in self._places for module in modules):
             return

@@ -32,7 +32,7 @@ from minifloat.quantize.rounding.layer_fold import (
     parameter_of,
     part_view,
 )
-from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel
+from minifloat.quantize.rounding.rounded_model import RoundedModel
 
 #: Share of a cell that a latent may start in: at the edge, a change by one rounding error would change the code.
 CELL_LIMIT = 0.9
@@ -248,8 +248,4 @@ class Student:
     def _plain(self, name: str, rounded: RoundedModel) -> Tensor:
         """Return a tensor that stays in 16 bits, with what was folded into it."""
         info, data = self._infos[name], rounded.read(name)
-        return tensor_of(data, TORCH_DTYPES[info.dtype], info.shape).to(self.device)
-
-
-def tensor_of(data: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
+        return torch.from_numpy(data).view(TORCH_DTYPES[info.dtype]).reshape(info.shape).to(self.device)

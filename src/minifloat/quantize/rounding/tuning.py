@@ -136,8 +136,8 @@ class Trainer:
 
     def run(self) -> Training:
         """Train, and return the best state."""
-        weights = sum(latent.values.numel() for latent in self.student.latents.values())
-        self.report(0, f"tuning {weights:,} weights in {self.options.steps} steps, measuring the KL before")
+        trained = sum(latent.values.numel() for latent in self.student.latents.values())
+        self.report(0, f"tuning {trained:,} weights in {self.options.steps} steps, measuring the KL before")
         first = self.measure()
         best, history, stopped = Best(0, first), [(0, first.mean)], ""
         started = time.perf_counter()
@@ -150,7 +150,8 @@ class Trainer:
                 measured = self.measure()
                 history.append((step, measured.mean))
                 if measured.mean < best.divergence.mean:
-                    best = self._snapshot(step, measured)
+                    weights = {module: latent.quantized() for module, latent in self.student.latents.items()}
+                    best = Best(step, measured, weights, self.student.stored_norms())
             self._report(step, started, best, first)
         return Training(first, best, history, stopped)
 
@@ -207,10 +208,6 @@ class Trainer:
                 order += torch.randperm(len(self.kept), generator=generator).tolist()
             yield [self.kept[index] for index in order[: self.options.batch]]
             del order[: self.options.batch]
-
-    def _snapshot(self, step: int, measured: KLMeans) -> Best:
-        weights = {module: latent.quantized() for module, latent in self.student.latents.items()}
-        return Best(step, measured, weights, self.student.stored_norms())
 
     def _report(self, step: int, started: float, best: Best, first: KLMeans) -> None:
         seconds = (time.perf_counter() - started) / step

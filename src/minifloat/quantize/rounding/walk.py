@@ -80,7 +80,6 @@ class RoundingWalk:
         work.finish(len(self.stack), layer_content({}, record))
 
     def _streams(self, number: int, hidden: Tensor) -> list[Hashable]:
-        """Return the streams in which a sequence runs."""
         held_out = number >= self.first_held_out
         streams: list[Hashable] = [ORIGINAL]
         if self.options.method.follows_quantized or self.options.kv_cache or held_out:
@@ -124,8 +123,6 @@ class RoundingWalk:
 
 
 class _LayerRun:
-    """The passes over one layer."""
-
     def __init__(self, walk: RoundingWalk, layers: LayerWalk, layer: OpenLayer) -> None:
         self.walk, self.layer, self.model = walk, layer, walk.stack.model
         self.original, self.quantized, self.nearest = (
