@@ -99,7 +99,7 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Desc
 
 
 def _add_experts(site: ExpertsSite, owner: Any, leaf: str, assignment: Assignment, family: Family) -> bool:
-    """Add the names of one stacked parameter to a site; return False if `calibration.experts` cannot run the module."""
+    """Add the names of one stacked parameter to a site; return False if the module cannot be watched."""
     if leaf not in (*_INNER, _OUTER):
         return False
     transposed = is_transposed(owner, leaf)
