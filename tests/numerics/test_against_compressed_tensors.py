@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.cast import decode, encode, pack_nibbles
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, Granularity
-from minifloat.numerics.pack import pack_nibbles
 from minifloat.numerics.scale import choose_scales, effective_scale
 from minifloat.numerics.scale_rules import expand, global_divisor
 from minifloat.numerics.scheme import ScaleRule, WeightSpec

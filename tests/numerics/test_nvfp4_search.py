@@ -11,8 +11,14 @@ from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, TENSOR, Granularity
 from minifloat.numerics.scale import choose_scales, effective_scale
-from minifloat.numerics.scale_rules import amax, expand, global_divisor, nvfp4_scales
-from minifloat.numerics.scale_search import NVFP4_SEARCH_OFFSETS, search_nvfp4_scales
+from minifloat.numerics.scale_rules import (
+    NVFP4_SEARCH_OFFSETS,
+    amax,
+    expand,
+    global_divisor,
+    nvfp4_scales,
+    search_nvfp4_scales,
+)
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 NVFP4 = WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.SEARCH)

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.cast import decode, encode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.formats import E2M1
-from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 
 
 def codes_of(*values: int) -> torch.Tensor:

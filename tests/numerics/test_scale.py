@@ -19,8 +19,16 @@ from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E5M2, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, Granularity
 from minifloat.numerics.scale import cast_stats, choose_scales, effective_scale
-from minifloat.numerics.scale_rules import amax, e8m0_scales, expand, float_scales, global_divisor, nvfp4_scales
-from minifloat.numerics.scale_search import SEARCH_OFFSETS, search_e8m0_scales
+from minifloat.numerics.scale_rules import (
+    SEARCH_OFFSETS,
+    amax,
+    e8m0_scales,
+    expand,
+    float_scales,
+    global_divisor,
+    nvfp4_scales,
+    search_e8m0_scales,
+)
 from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
 
 GRANULARITIES = (TENSOR, CHANNEL, BLOCK_128, GROUP_128, GROUP_32, GROUP_16)

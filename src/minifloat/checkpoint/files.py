@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -204,3 +205,49 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
             raise NotACheckpointError(folder, GGUF_HINT)
         raise NotACheckpointError(folder, "not a folder; give the folder that holds config.json")
     return root
+
+
+try:
+    from blake3 import blake3 as _new
+
+    ALGORITHM = "blake3"
+except ImportError:  # no wheel for this platform, or minifloat runs from its source tree without dependencies
+    _new = hashlib.sha256  # type: ignore[assignment,misc]
+    ALGORITHM = "sha256"
+
+
+class Hasher(Protocol):
+    """The common interface of hashlib and blake3."""
+
+    def update(self, data: Any, /) -> object:
+        """Add the bytes of a buffer."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes added so far."""
+
+    def digest(self) -> bytes:
+        """Return the digest of all bytes added so far."""
+
+
+def new_hasher(*, parallel: bool = False) -> Hasher:
+    if parallel and ALGORITHM == "blake3":
+        return _new(max_threads=_new.AUTO)
+    return _new()
+
+
+def digest_bytes(data: Any, *, parallel: bool = False) -> bytes:
+    hasher = new_hasher(parallel=parallel)
+    hasher.update(data)
+    return hasher.digest()
+
+
+def name_digest(hasher: Hasher) -> str:
+    """Return the digest with the name of its algorithm, ``"blake3:..."``."""
+    return f"{ALGORITHM}:{hasher.hexdigest()}"
+
+
+def combine(digests: Iterable[tuple[str, str]]) -> str:
+    """Return one digest for ``(name, digest)`` pairs; their order, and so the sharding of a model, does not matter."""
+    hasher = _new()
+    hasher.update(json.dumps(sorted(digests)).encode())
+    return f"{ALGORITHM}:{hasher.hexdigest()}"

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint import schema
-from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
-from minifloat.checkpoint.files import is_safe_name, read_exactly, storage_errors
+from minifloat.checkpoint.files import digest_bytes, is_safe_name, name_digest, new_hasher, read_exactly, storage_errors
 from minifloat.checkpoint.header import header_of
 from minifloat.checkpoint.layout import JOURNAL_FILE, SHARD_SUFFIX
 from minifloat.checkpoint.own_folder import FolderLock, OwnFolder

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
-from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
+from minifloat.checkpoint.files import Buffer, byte_view, digest_bytes, name_digest, new_hasher, storage_errors
 from minifloat.checkpoint.header import encode_header
 from minifloat.checkpoint.journal import PIECE_BYTES, WrittenFile
 from minifloat.checkpoint.own_folder import OwnFolder

@@ -15,7 +15,7 @@ from typing import Any
 
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
 from minifloat.checkpoint.files import list_folder, resolve_inside, storage_errors
-from minifloat.checkpoint.hub.ids import Origin, first_line, hub_errors, is_hub_id
+from minifloat.checkpoint.hub import Origin, first_line, hub_errors, is_hub_id
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.checkpoint.rewrite import CARD_FILE, REPORT_FILE
 from minifloat.deploy.check.deployment import check_everywhere

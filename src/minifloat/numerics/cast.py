@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import UnknownNameError
-from minifloat.numerics.formats import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, ElementFormat
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, ElementFormat
 
 _TORCH_DTYPES: dict[ElementFormat, torch.dtype] = {
     E4M3: torch.float8_e4m3fn,
@@ -94,3 +94,27 @@ def _float32_bits(value: float) -> int:
 def _value_table(fmt: ElementFormat) -> Tensor:
     """Return ``fmt.values`` as float32 on the CPU; callers share the tensor and must not write to it."""
     return torch.tensor(fmt.values, dtype=torch.float32)
+
+
+_LOW_NIBBLE = (1 << E2M1.bits) - 1
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack codes ``[..., K]``, 0 to 15, into bytes ``[..., K / 2]``."""
+    _check_bytes(codes)
+    if codes.shape[-1] % 2:
+        raise ValueError(f"two codes share a byte: the last dimension must be even, got {tuple(codes.shape)}")
+    if codes.numel() and int(codes.max()) > _LOW_NIBBLE:
+        raise ValueError(f"4-bit codes are 0..{_LOW_NIBBLE}, got {int(codes.max())}")
+    return codes[..., 0::2] | codes[..., 1::2] << E2M1.bits
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Undo `pack_nibbles`."""
+    _check_bytes(packed)
+    return torch.stack((packed & _LOW_NIBBLE, packed >> E2M1.bits), dim=-1).flatten(-2)
+
+
+def _check_bytes(x: Tensor) -> None:
+    if x.dtype != torch.uint8 or x.ndim == 0:
+        raise ValueError(f"expected uint8 of at least one dimension, got {x.dtype} {tuple(x.shape)}")

@@ -12,8 +12,16 @@ from minifloat.numerics.cast import decode
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scale_rules import amax, e8m0_scales, expand, float_scales, global_divisor, nvfp4_scales
-from minifloat.numerics.scale_search import search_e8m0_scales, search_nvfp4_scales
+from minifloat.numerics.scale_rules import (
+    amax,
+    e8m0_scales,
+    expand,
+    float_scales,
+    global_divisor,
+    nvfp4_scales,
+    search_e8m0_scales,
+    search_nvfp4_scales,
+)
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from minifloat.errors import ShapeError
-from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import decode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.cast import encode as encode_elements
 from minifloat.numerics.formats import E8M0, FLOAT32
-from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 from minifloat.numerics.scale import choose_scales, effective_scale
 from minifloat.numerics.scale_rules import expand
 from minifloat.numerics.scheme import WeightSpec

@@ -9,7 +9,7 @@ from typing import Any
 from minifloat._version import __version__
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.digest import combine
+from minifloat.checkpoint.files import combine
 from minifloat.checkpoint.hub import model_name, origin_of
 from minifloat.model.layouts import compressed_tensors
 from minifloat.model.plan.tensor_plan import QuantizationPlan

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
-from minifloat.checkpoint.digest import name_digest, new_hasher
+from minifloat.checkpoint.files import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.model.architecture.families import family_of

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
-from minifloat.checkpoint.digest import name_digest, new_hasher
+from minifloat.checkpoint.files import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax

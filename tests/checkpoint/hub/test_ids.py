@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minifloat.checkpoint.hub import Origin, is_hub_id, model_folder, model_name, origin_of
-from minifloat.checkpoint.hub.ids import hub_id
+from minifloat.checkpoint.hub import Origin, hub_id, is_hub_id, model_folder, model_name, origin_of
 from minifloat.errors import NotACheckpointError, UsageError
 from minifloat.model.layouts.inspection import inspect_checkpoint
 

@@ -11,8 +11,16 @@ HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
-from minifloat.checkpoint.hub.fetch import ModelFiles, list_model_files, model_folder, open_headers
-from minifloat.checkpoint.hub.ids import Origin, is_hub_id, model_name, origin_of
+from minifloat.checkpoint.hub import (
+    ModelFiles,
+    Origin,
+    is_hub_id,
+    list_model_files,
+    model_folder,
+    model_name,
+    open_headers,
+    origin_of,
+)
 
 __all__ = [
     "ModelFiles",

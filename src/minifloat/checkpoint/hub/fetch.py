@@ -20,7 +20,7 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import list_folder, resolve_folder
 from minifloat.checkpoint.header import ShardHeader, check_header, read_header, read_index, shard_names
-from minifloat.checkpoint.hub.ids import Origin, hub_errors, hub_id
+from minifloat.checkpoint.hub import Origin, hub_errors, hub_id
 from minifloat.checkpoint.layout import CONFIG_FILE, HF_QUANT_CONFIG_FILE, INDEX_FILE, SIDECAR_FOLDER, SINGLE_FILE
 from minifloat.errors import HubError
 

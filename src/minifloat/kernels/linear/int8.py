@@ -9,9 +9,8 @@ from minifloat.kernels import native
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.pack import PackedWeight
 from minifloat.kernels.pack.layout import BLOCK, STEP_COLS
-from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import decode, unpack_nibbles
 from minifloat.numerics.formats import BFLOAT16, E2M1, FLOAT32
-from minifloat.numerics.pack import unpack_nibbles
 from minifloat.numerics.scale_rules import expand
 from minifloat.numerics.tensor import QuantizedTensor
 

@@ -20,9 +20,8 @@ from minifloat.kernels.pack.layout import (
     inline_scale_bytes,
     plan,
 )
-from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import decode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32
-from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 
 _MAGNITUDE = E4M3.nan_code or 0  #: all bits of a code but its sign
 

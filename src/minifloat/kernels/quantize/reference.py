@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from minifloat.kernels.quantize.cpu import Slab
-from minifloat.numerics.cast import encode
+from minifloat.numerics.cast import encode, pack_nibbles
 from minifloat.numerics.cast_stats import CastStats
-from minifloat.numerics.pack import pack_nibbles
 from minifloat.numerics.scale import cast_stats, choose_scales, effective_scale
 from minifloat.numerics.scale_rules import expand
 

@@ -199,7 +199,7 @@ _GLM_MIXTURES = (
     NativeType(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        "glm.glm4_moe",
+        "deepseek.glm4_moe",
         f"{_GLM_MOE} num_nextn_predict_layers use_qk_norm",
         rope="partial",
     ),
@@ -213,13 +213,13 @@ _GLM_MIXTURES = (
 _QWEN3_5 = (
     OuterType("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     NativeType(
-        "qwen3_5_text", "Qwen3_5ForCausalLM", decoder="qwen_next.qwen3_5", stated=f"{_USUAL} {_DELTA}", rope="partial"
+        "qwen3_5_text", "Qwen3_5ForCausalLM", decoder="mixtral.qwen3_5", stated=f"{_USUAL} {_DELTA}", rope="partial"
     ),
     OuterType("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
     NativeType(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
-        decoder="qwen_next.qwen3_5_moe",
+        decoder="mixtral.qwen3_5_moe",
         stated=f"{_USUAL} {_DELTA} {_EXPERTS} shared_expert_intermediate_size".replace(" intermediate_size", ""),
         rope="partial",
     ),
@@ -227,7 +227,7 @@ _QWEN3_5 = (
 _QWEN3_NEXT = NativeType(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    decoder="qwen_next.qwen3_next",
+    decoder="mixtral.qwen3_next",
     stated=f"{_USUAL} {_DELTA} {_EXPERTS} {_SPARSE} norm_topk_prob shared_expert_intermediate_size",
     rope="partial",
 )
@@ -252,22 +252,24 @@ FAMILIES: tuple[Family, ...] = (
         _decoder("gemma3_text", "Gemma3", "gemma.gemma3", f"{_GEMMA} {_CAPS}", "by layer type"),
         folds=FOLDS_WITHOUT_NORMS,
     ),
-    _dense("Granite", _decoder("granite", "Granite", "granite.granite", f"{_GRANITE} mlp_bias")),
+    _dense("Granite", _decoder("granite", "Granite", "llama.granite", f"{_GRANITE} mlp_bias")),
     _dense(
         "GLM",
-        _native("glm", "Glm", "glm.glm", _HEAD_BIASES, "partial"),
-        _native("glm4", "Glm4", "glm.glm4", _HEAD_BIASES, "partial"),
+        _native("glm", "Glm", "deepseek.glm", _HEAD_BIASES, "partial"),
+        _native("glm4", "Glm4", "deepseek.glm4", _HEAD_BIASES, "partial"),
     ),
     _dense(
         "OLMo",
-        _decoder("olmo", "Olmo", "olmo.olmo", f"{_SIZES} hidden_act attention_bias clip_qkv"),
-        _native("olmo2", "Olmo2", "olmo.olmo2", f"{_USUAL} attention_bias"),
-        _native("olmo3", "Olmo3", "olmo.olmo3", f"{_USUAL} {_WINDOWS} attention_bias", "by layer type"),
+        _decoder("olmo", "Olmo", "llama.olmo", f"{_SIZES} hidden_act attention_bias clip_qkv"),
+        _native("olmo2", "Olmo2", "llama.olmo2", f"{_USUAL} attention_bias"),
+        _native("olmo3", "Olmo3", "llama.olmo3", f"{_USUAL} {_WINDOWS} attention_bias", "by layer type"),
         folds=FOLDS_WITHOUT_NORMS,
     ),
     _dense(
         "Phi-3",
-        _native("phi3", "Phi3", "glm.phi3", f"{_USUAL} original_max_position_embeddings sliding_window", "partial"),
+        _native(
+            "phi3", "Phi3", "deepseek.phi3", f"{_USUAL} original_max_position_embeddings sliding_window", "partial"
+        ),
     ),
     _dense(
         "Cohere",
@@ -287,7 +289,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _dense(
         "EXAONE 4",
-        _native("exaone4", "Exaone4", "olmo.exaone4", f"{_USUAL} {_WINDOWS} head_dim"),
+        _native("exaone4", "Exaone4", "llama.exaone4", f"{_USUAL} {_WINDOWS} head_dim"),
         folds=FOLDS_WITHOUT_NORMS,
     ),
     _dense(
@@ -351,11 +353,11 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Granite mixture",
         (
-            _decoder("granitemoe", "GraniteMoe", "granite.granite_moe", f"{_GRANITE} {_LOCAL_EXPERTS}"),
+            _decoder("granitemoe", "GraniteMoe", "llama.granite_moe", f"{_GRANITE} {_LOCAL_EXPERTS}"),
             _decoder(
                 "granitemoeshared",
                 "GraniteMoeShared",
-                "granite.granite_moe",
+                "llama.granite_moe",
                 f"{_GRANITE} {_LOCAL_EXPERTS} shared_intermediate_size",
             ),
         ),
@@ -425,7 +427,7 @@ _BY_GENERAL_RULES = replace(
         NativeType("qwen2_5_vl_text", "Qwen2_5_VLTextModel", "llama.qwen2", _QWEN2),
         OuterType("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
         NativeType("qwen3_vl_text", "Qwen3VLTextModel", "llama.qwen3", _HEAD_BIASES),
-        _native("dots1", "Dots1", "glm.dots1", f"{_GLM_MOE} {_WINDOWS}"),
+        _native("dots1", "Dots1", "deepseek.dots1", f"{_GLM_MOE} {_WINDOWS}"),
         NativeType("youtu", "YoutuForCausalLM", "deepseek.youtu", also=f"{_LATENT} embedding_initializer_range"),
         NativeType(
             "minicpm3",
@@ -436,7 +438,7 @@ _BY_GENERAL_RULES = replace(
         NativeType(
             "minimax_m2",
             "MiniMaxM2ForCausalLM",
-            "glm.minimax_m2",
+            "deepseek.minimax_m2",
             f"{_USUAL} {_LOCAL_EXPERTS} head_dim",
             rope="partial",
             w1_w2_w3=True,

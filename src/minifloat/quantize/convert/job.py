@@ -17,7 +17,7 @@ import numpy as np
 
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
-from minifloat.checkpoint.digest import name_digest, new_hasher
+from minifloat.checkpoint.files import name_digest, new_hasher
 from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (

@@ -19,9 +19,9 @@ from torch import Tensor
 from minifloat.errors import lookup
 from minifloat.kernels.quantize import quantize_rows
 from minifloat.kernels.rounding import round_with_feedback
+from minifloat.numerics.cast import pack_nibbles, unpack_nibbles
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
-from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 from minifloat.numerics.scale import cast_stats
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor

@@ -20,9 +20,8 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.model.runtime.names import Assignment
 from minifloat.model.runtime.tensors import TORCH_DTYPES
-from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.cast import decode, encode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.formats import ElementFormat
-from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 from minifloat.numerics.scale_rules import expand
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.layer_fold import (

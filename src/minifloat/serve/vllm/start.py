@@ -16,8 +16,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from minifloat.checkpoint.hub import open_headers
-from minifloat.checkpoint.hub.ids import hub_id
+from minifloat.checkpoint.hub import hub_id, open_headers
 from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, Target, check_checkpoint, vllm_plugin
 from minifloat.deploy.diagnosis.machine import find_gpus
 from minifloat.errors import UsageError

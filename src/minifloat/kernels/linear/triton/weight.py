@@ -14,9 +14,8 @@ from minifloat.kernels.linear.triton import layout
 from minifloat.kernels.linear.triton.config import prepare
 from minifloat.kernels.linear.triton.config import why_not as why_no_device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
-from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import decode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
-from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 

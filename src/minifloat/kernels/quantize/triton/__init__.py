@@ -19,7 +19,7 @@ from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scale_search import NVFP4_SEARCH_OFFSETS
+from minifloat.numerics.scale_rules import NVFP4_SEARCH_OFFSETS
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 #: The dtypes that the kernels read: bfloat16 as int16 with the same bits.

@@ -1,4 +1,4 @@
-"""Scales of blocks in the Triton quantizer, bit for bit as `numerics/scale_rules.py` and `numerics/scale_search.py`."""
+"""Scales of blocks in the Triton quantizer, bit for bit as `numerics/scale_rules.py` and `numerics/scale_rules.py`."""
 
 from __future__ import annotations
 
