@@ -109,6 +109,12 @@ def attention(config: Any, index: int, *, bias: bool = False, out_bias: bool = F
     )
 
 
+def biased_attention(config: Any, index: int) -> AttentionLayout:
+    """Return attention whose four linears have biases if `attention_bias` says so."""
+    bias = bool(config.attention_bias)
+    return attention(config, index, bias=bias, out_bias=bias)
+
+
 def head_norms(config: Any, index: int) -> dict[str, Any]:
     """Return the fields of RMS norms of each head of q and k."""
     name, d = f"{layer_name(index)}.self_attn", head_size(config)

@@ -99,8 +99,7 @@ def stablelm(config: Any) -> DecoderLayout:
 
 
 def _interleaved(config: Any, index: int) -> AttentionLayout:
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     return replace(attention, rotary=parts.rotary(config, attention.head_dim, interleaved=True))
 
 

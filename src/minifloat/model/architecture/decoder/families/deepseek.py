@@ -61,8 +61,7 @@ def glm4_moe(config: Any, index: int) -> LayerLayout:
 
 def dots1(config: Any, index: int) -> LayerLayout:
     """Return a layer of a dots.llm1: norms of heads, windows in some layers, experts as in GLM-4.5."""
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     window = parts.sliding_window(config, index)
     attention = replace(attention, window=window, **parts.head_norms(config, index))
     return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))

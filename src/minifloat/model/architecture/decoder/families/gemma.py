@@ -60,8 +60,7 @@ def gemma3(config: Any) -> DecoderLayout:
 def _attention(config: Any, index: int) -> AttentionLayout:
     if getattr(config, "use_bidirectional_attention", None):
         raise NotNative("its tokens see those after them (use_bidirectional_attention)")
-    bias = bool(config.attention_bias)
-    return parts.attention(config, index, bias=bias, out_bias=bias)
+    return parts.biased_attention(config, index)
 
 
 def _sandwich(config: Any, index: int, attention: AttentionLayout) -> LayerLayout:

@@ -19,8 +19,7 @@ from minifloat.model.architecture.decoder import parts
 
 
 def llama(config: Any, index: int) -> LayerLayout:
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index, bias=bool(config.mlp_bias)))
 
 
@@ -45,8 +44,7 @@ def qwen2(config: Any, index: int) -> LayerLayout:
 
 def qwen3(config: Any, index: int) -> LayerLayout:
     """Return a layer of a Qwen 3, or of the text model of a Qwen3-VL: norms of heads, windows in some layers."""
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     window = parts.sliding_window(config, index) if hasattr(config, "layer_types") else None
     attention = replace(attention, window=window, **parts.head_norms(config, index))
     return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
@@ -61,8 +59,7 @@ def seed_oss(config: Any, index: int) -> LayerLayout:
 
 def smollm3(config: Any, index: int) -> LayerLayout:
     """Return a layer of a SmolLM 3: some layers without rotary embedding, some of these with a window."""
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     window = parts.sliding_window(config, index) if config.use_sliding_window else None
     turned = attention.rotary if config.no_rope_layers[index] else None
     attention = replace(attention, rotary=turned, window=window)
@@ -71,8 +68,7 @@ def smollm3(config: Any, index: int) -> LayerLayout:
 
 def arcee(config: Any, index: int) -> LayerLayout:
     """Return a layer of an Arcee: an MLP without a gate."""
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     name = f"{parts.layer_name(index)}.mlp"
     mlp = parts.plain_mlp(config, name, ("up_proj", "down_proj"), bias=bool(config.mlp_bias))
     return parts.pre_norm_layer(config, index, attention, mlp)
@@ -143,8 +139,7 @@ def exaone4(config: Any, index: int) -> LayerLayout:
 
 
 def _attention(config: Any, index: int) -> AttentionLayout:
-    bias = bool(config.attention_bias)
-    return parts.attention(config, index, bias=bias, out_bias=bias)
+    return parts.biased_attention(config, index)
 
 
 def _post_norm_layer(config: Any, index: int, attention: AttentionLayout) -> LayerLayout:
@@ -195,8 +190,7 @@ def _experts(config: Any, index: int) -> ExpertsLayout:
 
 def _decoder(config: Any, mlp: Callable[[Any, int], MlpLayout | ExpertsLayout]) -> DecoderLayout:
     def layer(config: Any, index: int) -> LayerLayout:
-        bias = bool(config.attention_bias)
-        attention = parts.attention(config, index, bias=bias, out_bias=bias)
+        attention = parts.biased_attention(config, index)
         attention = replace(attention, scale=float(config.attention_multiplier))
         layout = parts.pre_norm_layer(config, index, attention, mlp(config, index))
         return replace(layout, residual_factor=float(config.residual_multiplier))

@@ -51,8 +51,7 @@ def qwen3_moe(config: Any, index: int) -> LayerLayout:
 
 def qwen3_vl_moe(config: Any, index: int) -> LayerLayout:
     """Return a layer of the text model of a Qwen3-VL mixture: weights of experts always sum to 1."""
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     attention = replace(attention, **parts.head_norms(config, index))
     mlp = _qwen_mlp(config, index)
     if isinstance(mlp, ExpertsLayout):
@@ -64,8 +63,7 @@ def olmoe(config: Any, index: int) -> LayerLayout:
     """Return a layer of an OLMoE: norms of q and k over all heads."""
     if config.clip_qkv is not None:
         raise NotNative("it clips q and k after their norms (clip_qkv)")
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     attention = replace(attention, **parts.whole_norms(config, index))
     name = f"{parts.layer_name(index)}.mlp"
     router = _qwen_router(config, name)
@@ -74,8 +72,7 @@ def olmoe(config: Any, index: int) -> LayerLayout:
 
 
 def gpt_oss(config: Any, index: int) -> LayerLayout:
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     attention = replace(
         attention,
         window=parts.sliding_window(config, index),
@@ -167,8 +164,7 @@ def _decoder(config: Any, mlp: Any, *, grouped: bool = False) -> DecoderLayout:
 
 def _attention(config: Any, index: int) -> AttentionLayout:
     """Return attention whose results are multiplied by gates that are rows of q_proj."""
-    bias = bool(config.attention_bias)
-    attention = parts.attention(config, index, bias=bias, out_bias=bias)
+    attention = parts.biased_attention(config, index)
     norms: dict[str, Any] = {name: _offset(norm) for name, norm in parts.head_norms(config, index).items()}
     query, *others = attention.qkv
     query = replace(query, shape=(2 * query.shape[0], query.shape[1]))
