@@ -17,6 +17,7 @@ from minifloat.errors import (
     DestinationError,
     NonFiniteError,
     NotACheckpointError,
+    PatternError,
     UnknownNameError,
     UsageError,
 )
@@ -25,8 +26,9 @@ from minifloat.model.layouts import describe, read_weight
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 from minifloat.quantize import stream
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.options import ConvertOptions, QuantizeOptions
 
 Make = Callable[..., Path]
 IMPLS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.load() is None, reason="no native library"))]
@@ -255,3 +257,45 @@ def test_progress_ends_at_the_total(make_checkpoint: Make, tmp_path: Path) -> No
     )
     assert calls[-1] == (report.source_bytes, report.source_bytes)
     assert calls == sorted(calls)
+
+
+def test_a_tensor_that_no_model_reads_may_hold_infinity_by_name(
+    make_checkpoint: Make, tmp_path: Path, llama: Callable[[], dict[str, np.ndarray]]
+) -> None:
+    """GPT-J's and CodeGen's files store ``masked_bias``, which holds -inf in some."""
+    tensors = llama() | {"model.masked_bias": np.array([-np.inf, 0.0], np.float32)}
+    source, out = make_checkpoint("masked", tensors, shards=3), tmp_path / "out"
+    with pytest.raises(NonFiniteError, match=r"masked_bias: 1 values are NaN or Inf;.*--allow-nonfinite '\^model"):
+        quantize_checkpoint(source, out)
+    options = QuantizeOptions(allow_nonfinite=r"\.masked_bias$")
+    report = quantize_checkpoint(source, out, options=options)
+    assert report.notes[-1] == "NaN or Inf were copied, as allowed: model.masked_bias."
+    row = next(row for row in report.tensors if row.name == "model.masked_bias")
+    assert row.detail == "norm or bias, 1 NaN or Inf"
+    assert "--allow-nonfinite '\\.masked_bias$'" in report.provenance["command"]
+    assert load_source(out)["model.masked_bias"].tolist() == [-np.inf, 0.0]
+    plain = convert_checkpoint(
+        out, tmp_path / "plain", options=ConvertOptions(dequantize=True, allow_nonfinite="masked")
+    )
+    assert plain.notes[-1] == report.notes[-1]
+    with pytest.raises(NonFiniteError, match="allow-nonfinite"):
+        convert_checkpoint(out, tmp_path / "refused", options=ConvertOptions(dequantize=True))
+
+
+def test_quantized_weights_are_never_allowed_to_hold_nan(
+    make_checkpoint: Make, tmp_path: Path, llama: Callable[[], dict[str, np.ndarray]]
+) -> None:
+    tensors = llama()
+    tensors["model.layers.0.mlp.up_proj.weight"].reshape(-1)[0] = np.nan
+    source = make_checkpoint("bad", tensors)
+    with pytest.raises(NonFiniteError, match=r"up_proj.weight: 1 values in rows .* is damaged$"):
+        quantize_checkpoint(source, tmp_path / "out", options=QuantizeOptions(allow_nonfinite="weight"))
+
+
+@pytest.mark.parametrize(("pattern", "problem"), [("masked", "matches no tensor"), ("(", "not a regular expression")])
+def test_patterns_of_allowed_tensors_are_checked_before_anything_is_written(
+    make_checkpoint: Make, tmp_path: Path, pattern: str, problem: str
+) -> None:
+    with pytest.raises(PatternError, match=f"allow_nonfinite: .*{problem}"):
+        quantize_checkpoint(make_checkpoint(), tmp_path / "out", options=QuantizeOptions(allow_nonfinite=pattern))
+    assert not (tmp_path / "out").exists()

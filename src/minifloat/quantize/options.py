@@ -73,6 +73,8 @@ class QuantizeOptions:
         target: Refuse what will not load there, e.g. vllm:h100:tp4; the default scheme becomes one that does.
         mtp: Whether to quantize layers of multi-token prediction too, which are kept otherwise.
         allow_partial: Whether to accept that less than half of the linear weights is quantized.
+        allow_nonfinite: Regular expression on names of tensors that are copied although they hold NaN or Inf; None: no
+            tensor.
         device: Where to cast: cpu, cuda or cuda:N. The output is the same, bit for bit; the sums of errors in the
             report differ by the order of summation.
         impl: Implementation of the cast: "auto", "cpu", "reference" or "triton"; CUDA devices run "triton".
@@ -91,6 +93,7 @@ class QuantizeOptions:
     target: str | None = None
     mtp: bool = False
     allow_partial: bool = False
+    allow_nonfinite: str | None = None
     device: str = "cpu"
     impl: str = "auto"
     workers: Count | None = None
@@ -116,6 +119,8 @@ class ConvertOptions:
         dequantize: Whether to write plain weights in place of codes and scales.
         dtype: Dtype of plain weights; None: that of config.json.
         allow_rounding: Whether to round NVFP4 scales whose reciprocal, which some layouts store, is no float32.
+        allow_nonfinite: Regular expression on names of tensors that are copied although they hold NaN or Inf; None: no
+            tensor.
         workers: Threads; None: one per core, at most 8.
         overwrite: Whether to replace the destination if it exists, once the new checkpoint is complete.
         revision: Branch, tag or commit of a model of the hub.
@@ -124,6 +129,7 @@ class ConvertOptions:
     dequantize: bool = False
     dtype: Dtype | None = None
     allow_rounding: bool = False
+    allow_nonfinite: str | None = None
     workers: Count | None = None
     overwrite: bool = False
     revision: str | None = None

@@ -39,6 +39,7 @@ from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan, require_share
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, get_scheme
+from minifloat.quantize.nonfinite import tensors_allowed
 from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.provenance import describe_recipe
 from minifloat.quantize.quantized_source import with_dequantized_copies
@@ -72,8 +73,14 @@ class PlannedRun:
     def recipe(self) -> dict[str, Any]:
         """The arguments that determine the output, as JSON values."""
         rounding = None if self.rounded is None else self.rounded.recipe
-        from_quantized = self.planner.options.from_quantized
-        return describe_recipe(self.plan, self.calibration, rounding, from_quantized=from_quantized)
+        options = self.planner.options
+        return describe_recipe(
+            self.plan,
+            self.calibration,
+            rounding,
+            from_quantized=options.from_quantized,
+            allow_nonfinite=options.allow_nonfinite,
+        )
 
 
 @contextmanager
@@ -92,6 +99,7 @@ def planned_source(
         refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
         refuse_inside(checkpoint.path, Path(destination))
         CheckpointWriter.check_destination(Path(destination), overwrite=options.overwrite)
+        tensors_allowed(checkpoint, options.allow_nonfinite)
         yield Planner(stored, checkpoint, options, overrides, caster)
 
 

@@ -21,6 +21,7 @@ def describe_recipe(
     rounding: dict[str, Any] | None = None,
     *,
     from_quantized: bool = False,
+    allow_nonfinite: str | None = None,
 ) -> dict[str, Any]:
     """Return the arguments that determine the output of `quantize`, as JSON values."""
     weight = plan.scheme.weight
@@ -37,6 +38,7 @@ def describe_recipe(
         "overrides": [str(override) for override in plan.overrides],
         "mtp": any(tensor.drafts and tensor.parts for tensor in plan.tensors),
         **({"from_quantized": True} if from_quantized else {}),
+        **({} if allow_nonfinite is None else {"allow_nonfinite": allow_nonfinite}),
         **({} if rounding is None else {"rounding": rounding}),
     }
 
@@ -57,7 +59,8 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     drafts = " --mtp" if recipe.get("mtp") else ""
     source = " --from-quantized" if recipe.get("from_quantized") else ""
-    return f"--scheme {recipe['scheme']}{source}{layout}{overrides}{drafts}{calibration}{data}{kv_cache}"
+    allowed = f" --allow-nonfinite '{recipe['allow_nonfinite']}'" if recipe.get("allow_nonfinite") else ""
+    return f"--scheme {recipe['scheme']}{source}{layout}{overrides}{drafts}{calibration}{data}{kv_cache}{allowed}"
 
 
 def _source_option(source: Mapping[str, Any]) -> str:

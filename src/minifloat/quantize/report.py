@@ -14,6 +14,7 @@ from minifloat.model.plan.tensor_plan import Part, QuantizedShare, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import E2M1
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.nonfinite import Copied, nonfinite_detail
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.document import ShortReport
 from minifloat.report.text import size_text
@@ -47,14 +48,15 @@ class TensorReport:
     stats: CastStats | None = None  # error of the cast; None for a copy
 
     @classmethod
-    def copied(cls, plan: TensorPlan, source_bytes: int, digest: str, *, changed: bool = False) -> TensorReport:
+    def copied(cls, plan: TensorPlan, source_bytes: int, copied: Copied, *, changed: bool = False) -> TensorReport:
         """Return the report of a tensor that was copied; `changed`: by folded scales or by tuning."""
         info = plan.source
         output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
         detail = f"{plan.reason}, {CHANGED}" if changed else plan.reason
         if plan.dtype is not None:
             detail += f", dequantized to {plan.dtype}"
-        return cls(info.name, "copied", detail, info.shape, source_bytes, output_bytes, digest)
+        detail += nonfinite_detail(copied.nonfinite)
+        return cls(info.name, "copied", detail, info.shape, source_bytes, output_bytes, copied.digest)
 
     @classmethod
     def quantized(

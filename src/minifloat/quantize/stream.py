@@ -5,8 +5,9 @@ Memory is a slab per thread, whatever the size of the tensor.
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -27,6 +28,7 @@ from minifloat.model.plan.tensor_plan import Part
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.nonfinite import Copied
 from minifloat.quantize.quantized_source import stored_digest
 
 if TYPE_CHECKING:
@@ -263,33 +265,45 @@ def write_rounded_part(
     return CastStats(**rounded.weights[part.module]["stats"]), part_digest(checkpoint, info, part)
 
 
-def write_rounded_copy(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, rounded: RoundedModel) -> str:
-    """Write a tensor that stays in 16 bits with the scales that were folded into it, and return its source's digest."""
+def write_rounded_copy(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, rounded: RoundedModel) -> Copied:
+    """Write a tensor that stays in 16 bits with the scales that were folded into it."""
     shard.write(info.name, rounded.read(info.name))
-    return copy_digest(checkpoint, info)
+    return Copied(copy_digest(checkpoint, info))
 
 
-def dequantize_copy(checkpoint: DecodedCheckpoint, info: TensorInfo, dtype: str, shard: ShardWriter) -> str:
-    """Write a tensor that the source stores quantized in 16 or 32 bits, and return the digest of codes and scales."""
+def dequantize_copy(checkpoint: DecodedCheckpoint, info: TensorInfo, dtype: str, shard: ShardWriter) -> Copied:
+    """Write a tensor that the source stores quantized in 16 or 32 bits; the digest is that of codes and scales."""
     weights = checkpoint.weights[info.name]
     output = OutputTensor(info.name, dtype, info.shape)
     matrices = [(weight,) for weight in weights]
     write_decoded(checkpoint.stored, matrices, output, shard, transposed=weights[0].expert is not None)
-    return copy_digest(checkpoint, info)
+    return Copied(copy_digest(checkpoint, info))
 
 
-def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, caster: Caster = CPU) -> str:
-    """Copy a tensor bit for bit and return the digest of its bytes."""
-    hasher = new_hasher()
+def copy_tensor(
+    checkpoint: Checkpoint,
+    info: TensorInfo,
+    shard: ShardWriter,
+    caster: Caster = CPU,
+    *,
+    allowed: Collection[str] = (),
+) -> Copied:
+    """Copy a tensor bit for bit; only the tensors of `allowed` may hold NaN or Inf."""
+    hasher, found = new_hasher(), 0
     for start, slab in chunks(checkpoint, info, caster):
         hasher.update(slab)
         if is_dense_float(info):
             elements = slab.nbytes // _itemsize(info)
             _, nonfinite = slab_amax(slab, info.dtype, (1, elements), impl=caster.impl, device=caster.device)
-            if nonfinite:
-                raise NonFiniteError(info.name, f"{nonfinite} values are NaN or Inf; the checkpoint is damaged")
+            if nonfinite and info.name not in allowed:
+                raise NonFiniteError(
+                    info.name,
+                    f"{nonfinite} values are NaN or Inf; the checkpoint is damaged, or the model does not read this "
+                    f"tensor: then copy it as it is with --allow-nonfinite '^{re.escape(info.name)}$'",
+                )
+            found += nonfinite
         shard.write(info.name, slab, start)
-    return name_digest(hasher)
+    return Copied(name_digest(hasher), found)
 
 
 def chunks(checkpoint: Checkpoint, info: TensorInfo, caster: Caster = CPU) -> Iterator[tuple[int, Bytes]]:

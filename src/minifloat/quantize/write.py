@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, Quanti
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import without_static_scales
 from minifloat.quantize.document import BUDGET_CHART, model_card
+from minifloat.quantize.nonfinite import nonfinite_notes, tensors_allowed
 from minifloat.quantize.planner import PlannedRun
 from minifloat.quantize.provenance import provenance, quantize_options
 from minifloat.quantize.quantized_source import (
@@ -110,6 +112,7 @@ def write_run(
                 *unknown_family_notes(run.checkpoint.config),
                 *names.notes,
                 *_mtp_note(run.plan),
+                *nonfinite_notes((tensor.name, tensor.detail) for tensor in tensors),
                 *(() if run.rounded is None else run.rounded.notes),
                 *restart_notes(writer),
             ),
@@ -174,6 +177,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     caster: Caster
     decoded: DecodedCheckpoint | None = None  # the source, if it is quantized
     rounded: RoundedOutput | None = None  # the output tensors that were made with data; None: there are none
+    allowed: frozenset[str] = frozenset()  # tensors that may hold NaN or Inf
     amaxes: dict[str, float] = field(default_factory=dict, init=False)
     copied: frozenset[str] = field(default=frozenset(), init=False)
 
@@ -199,6 +203,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
             planner.caster,
             planner.decoded,
             run.rounded,
+            tensors_allowed(run.checkpoint, planner.options.allow_nonfinite),
         )
 
     def __post_init__(self) -> None:
@@ -230,7 +235,8 @@ class QuantizeJob(RewriteJob[TensorPlan]):
                 return [self.pool.submit(write_rounded_copy, self.checkpoint, item.source, shard, self.rounded.model)]
             if item.dtype is not None and self.decoded is not None:
                 return [self.pool.submit(dequantize_copy, self.decoded, item.source, item.dtype, shard)]
-            return [self.pool.submit(copy_tensor, self.checkpoint, item.source, shard, self.caster)]
+            copy = partial(copy_tensor, allowed=self.allowed)
+            return [self.pool.submit(copy, self.checkpoint, item.source, shard, self.caster)]
         return [self._submit_part(item.source, part, shard) for part in item.parts]
 
     def _submit_part(self, source: TensorInfo, part: Part, shard: ShardWriter) -> Future[Any]:

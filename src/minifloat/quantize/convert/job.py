@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,6 +52,7 @@ from minifloat.quantize.convert.plan import (
     make_dequantize_plan,
     warnings_of,
 )
+from minifloat.quantize.nonfinite import Copied, nonfinite_detail, nonfinite_notes, tensors_allowed
 from minifloat.quantize.options import ConvertOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded
@@ -98,6 +99,7 @@ def convert_checkpoint(
             plan = make_dequantize_plan(checkpoint, options.dtype)
         else:
             plan = make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
+        allowed = tensors_allowed(checkpoint, options.allow_nonfinite)
         engines = check_output(checkpoint, plan, MODEL)
         for warning in (warnings := tuple(warnings_of(engine_verdicts(engines)))):
             if announce is not None:
@@ -110,11 +112,11 @@ def convert_checkpoint(
             check_record=record_check(TENSOR_ROW),
         ) as writer:
             with worker_pool(processors.workers(options.workers), writer) as pool:
-                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress)
+                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress, allowed)
                 rows = {row["name"]: ConvertedTensor(**row) for row in job.run()}
                 tensors = tuple(rows[name] for name in checkpoint.tensors)
             report = replace(
-                _report(checkpoint, plan, tensors, (*warnings, *restart_notes(writer))),
+                _report(checkpoint, plan, tensors, (*warnings, *_allowed_notes(tensors), *restart_notes(writer))),
                 source=str(source),
                 destination=str(destination),
                 engines=engine_verdicts(engines),
@@ -153,6 +155,10 @@ def _report(
     )
 
 
+def _allowed_notes(tensors: Sequence[ConvertedTensor]) -> tuple[str, ...]:
+    return nonfinite_notes((tensor.name, tensor.detail) for tensor in tensors)
+
+
 def _write_small_files(
     checkpoint: Checkpoint, plan: ConvertPlan, writer: CheckpointWriter, report: ConvertReport, engines: Reports
 ) -> None:
@@ -172,6 +178,8 @@ def _write_small_files(
 class ConvertJob(RewriteJob[Conversion]):
     """One run of `convert_checkpoint` over all shards."""
 
+    allowed: frozenset[str] = frozenset()  # tensors that may hold NaN or Inf
+
     def sources(self, item: Conversion) -> Sequence[TensorInfo]:
         return item.sources
 
@@ -182,24 +190,25 @@ class ConvertJob(RewriteJob[Conversion]):
         return {info.name: self.pool.submit(copy_digest, self.checkpoint, info) for info in item.sources}
 
     def submit(self, item: Conversion, shard: ShardWriter | None) -> list[Future[Any]]:
-        return [self.pool.submit(run_conversion, self.checkpoint, item, shard)]
+        return [self.pool.submit(run_conversion, self.checkpoint, item, shard, self.allowed)]
 
     def entries(self, item: Conversion, results: list[Any]) -> list[dict[str, Any]]:
-        (digests,) = results
+        (copies,) = results
         action = _ACTIONS.get(item.change, "converted")
         changes = () if item.change in (Change.KEEP, Change.DROP, Change.MOVE) else (item.change.value,)
         reports = []
-        for index, (info, digest) in enumerate(zip(item.sources, digests, strict=True)):
+        for index, (info, copied) in enumerate(zip(item.sources, copies, strict=True)):
             output = item.output if index == 0 else None
             reports.append(
                 ConvertedTensor(
                     name=info.name,
                     action=action,
-                    detail=", ".join((item.detail if index == 0 else "scale", *changes)),
+                    detail=", ".join((item.detail if index == 0 else "scale", *changes))
+                    + nonfinite_detail(copied.nonfinite),
                     becomes=None if output is None else output.name,
                     source_bytes=info.nbytes,
                     output_bytes=0 if output is None else output.nbytes,
-                    source_digest=digest,
+                    source_digest=copied.digest,
                 )
             )
         return [asdict(report) for report in reports]
@@ -209,20 +218,22 @@ def _outputs(conversions: Sequence[Conversion]) -> list[OutputTensor]:
     return [conversion.output for conversion in conversions if conversion.output is not None]
 
 
-def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None) -> list[str]:
+def run_conversion(
+    checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None, allowed: Collection[str] = ()
+) -> list[Copied]:
     info = conversion.sources[0]
     if shard is None or conversion.output is None:
-        return [copy_digest(checkpoint, source) for source in conversion.sources]
+        return [Copied(copy_digest(checkpoint, source)) for source in conversion.sources]
     if conversion.change is Change.KEEP:
-        return [copy_tensor(checkpoint, info, shard)]
+        return [copy_tensor(checkpoint, info, shard, allowed=allowed)]
     if conversion.change is Change.DECODE:
-        digests = [copy_digest(checkpoint, source) for source in conversion.sources]
+        digests = [Copied(copy_digest(checkpoint, source)) for source in conversion.sources]
         write_decoded(checkpoint, conversion.matrices, conversion.output, shard, transposed=conversion.transposed)
         return digests
     if conversion.change is Change.INVERT:
         shard.write(conversion.output.name, reciprocal(checkpoint, info).value.reshape(1))
-        return [copy_digest(checkpoint, info)]
-    return [_move(checkpoint, info, conversion.output.name, shard, widened=conversion.change is Change.WIDEN)]
+        return [Copied(copy_digest(checkpoint, info))]
+    return [Copied(_move(checkpoint, info, conversion.output.name, shard, widened=conversion.change is Change.WIDEN))]
 
 
 def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWriter, *, widened: bool) -> str:
