@@ -132,6 +132,10 @@ def _on_device(tensor: TensorPlan, layout: WriteLayout, shape: ModelShape, gpus:
         return nbytes + -(-tensor.source.nbytes * math.prod(extents) // total), math.prod(extents)
     elements = 0
     for part in tensor.parts:
+        if part.matrices > 1:  # experts that stay fused: their widths are cut
+            elements += -(-math.prod(part.shape) // gpus)
+            nbytes += sum(-(-output.nbytes // gpus) for output in part.tensors.all)
+            continue
         extents = _part_extents(part, shape, gpus)
         elements += math.prod(extents)
         nbytes += sum(output.nbytes for output in layout.weight_tensors(part.module, part.scheme.weight, extents).all)
