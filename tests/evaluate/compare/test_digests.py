@@ -136,7 +136,7 @@ def test_the_verdict_is_the_last_line() -> None:
     )
     undecided = printed_lines(make_comparison(make_candidate(damage=2.6)))[-1]
     assert "NOT ENOUGH DATA" in undecided
-    assert "tokens would decide" in undecided
+    assert "more tokens of fresh text would decide" in undecided
 
 
 def test_every_broken_bound_is_named() -> None:

@@ -9,7 +9,8 @@ from comparisons import full_candidate, make_comparison
 from minifloat.evaluate.compare.document import document
 from minifloat.evaluate.compare.metrics import TokenScores
 from minifloat.evaluate.compare.result import CandidateResult
-from minifloat.evaluate.compare.summary import by_position
+from minifloat.evaluate.compare.summary import Positions, Units
+from minifloat.evaluate.compare.summary import by_position as positions_of
 from minifloat.evaluate.compare.words import late_text
 from minifloat.report import html, markdown
 
@@ -33,6 +34,10 @@ def scores_of(late_factor: float, windows: int = 24, width: int = 2048, seed: in
     kl[position >= width * 3 // 4] *= late_factor
     zeros = np.zeros(len(unit))
     return TokenScores(unit, zeros, zeros, kl, zeros == 0, zeros.astype(np.uint8), zeros.astype(np.float32), position)
+
+
+def by_position(scores: TokenScores) -> Positions | None:
+    return positions_of(scores, Units.of(scores, [(len(scores), "document")]))
 
 
 def test_ranges_double_and_hold_every_token_once() -> None:

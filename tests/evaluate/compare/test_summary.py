@@ -22,7 +22,7 @@ def scores_of(p: torch.Tensor, q: torch.Tensor, units: int = 10) -> TokenScores:
 
 
 def summary_of(p: torch.Tensor, q: torch.Tensor, units: int = 10, nbytes: float = 1.0) -> Summary:
-    return summarize("text", scores_of(p, q, units), nbytes, "document", p.shape[1])
+    return summarize("text", scores_of(p, q, units), nbytes, [(len(p), "document")], p.shape[1])
 
 
 def noisy(seed: int, tokens: int = 200, scale: float = 1.0) -> torch.Tensor:
@@ -37,7 +37,10 @@ def test_uniform_predictions_have_a_known_summary() -> None:
     assert summary.baseline_perplexity == pytest.approx(16)
     assert summary.baseline_bits_per_byte == pytest.approx(4 * 80 / 160)
     assert (summary.kl_mean.value, summary.kl_mean.high, summary.kl_max) == (0, 0, 0)
-    assert (summary.same_top1.low, summary.topk_overlap.low, summary.perplexity_ratio.low) == (1, 1, 1)
+    assert (summary.perplexity_ratio.low, summary.perplexity_ratio.high) == (1, 1)
+    assert (summary.same_top1.high, summary.topk_overlap.high) == (1, 1)
+    assert 0.85 < summary.same_top1.low < 1 - 3 / 80  # 80 tokens that agree do not prove that all do
+    assert summary.topk_overlap.low == summary.same_top1.low
 
 
 def test_the_interval_of_the_ratio_is_paired() -> None:
@@ -64,12 +67,26 @@ def test_same_top1_is_the_fraction_of_equal_first_choices() -> None:
 
 def test_quantiles_are_taken_over_tokens() -> None:
     scores = scores_of(noisy(1), noisy(2))
-    summary = summarize("text", scores, 1, "document", 40)
+    summary = summarize("text", scores, 1, [(200, "document")], 40)
     assert summary.kl_median.value == pytest.approx(float(np.median(scores.kl)))
     assert summary.kl_p99.value == pytest.approx(float(np.quantile(scores.kl, 0.99)))
     assert summary.kl_median.value < summary.kl_p99.value <= summary.kl_p999.value <= summary.kl_max == scores.kl.max()
     assert [fraction for fraction, _ in summary.kl_curve] == list(CURVE_FRACTIONS)
     assert [kl for _, kl in summary.kl_curve] == sorted(kl for _, kl in summary.kl_curve)
+
+
+def test_texts_are_strata_of_all_texts() -> None:
+    """The difference between two texts is no error: the texts are given."""
+    easy, hard = noisy(1, scale=0.1), noisy(2, scale=3)
+    scores = scores_of(torch.cat([noisy(0, scale=0)] * 2), torch.cat([easy, hard]), units=20)
+    together = summarize("all", scores, 1, [(200, "document"), (200, "document")], 40)
+    assert (together.units, together.unit) == (20, "document")
+    pooled = summarize("all", scores, 1, [(400, "document")], 40)
+    assert together.kl_mean.value == pooled.kl_mean.value
+    assert together.kl_mean.high - together.kl_mean.low < (pooled.kl_mean.high - pooled.kl_mean.low) / 2
+    assert pooled.effective_units is not None
+    assert together.effective_units is not None
+    assert pooled.effective_units < 8 < together.effective_units <= 20
 
 
 def test_every_token_is_in_one_bin_and_sure_choices_flip_less() -> None:
@@ -85,7 +102,8 @@ def test_every_token_is_in_one_bin_and_sure_choices_flip_less() -> None:
 def test_units_may_have_any_numbers() -> None:
     scores = scores_of(noisy(1), noisy(2))
     shifted = TokenScores(**{**vars(scores), "unit": scores.unit * 7 + 1000})
-    assert summarize("t", scores, 1, "document", 40) == summarize("t", shifted, 1, "document", 40)
+    texts = [(200, "document")]
+    assert summarize("t", scores, 1, texts, 40) == summarize("t", shifted, 1, texts, 40)
 
 
 def test_a_perplexity_too_large_for_a_float_is_infinite() -> None:

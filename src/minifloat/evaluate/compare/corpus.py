@@ -26,13 +26,15 @@ from minifloat.calibration.data import SourceLike, SourceReader, as_source, inte
 from minifloat.calibration.readers import END_OF_TEXT, READERS, Source, locate
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import DataError, UsageError
+from minifloat.evaluate.compare.series import DOCUMENT, WINDOW
 
 DEFAULT_WINDOW = 256
 
 #: Texts that come with minifloat, used if the user names none.
 BUILT_IN = ("stories", "prose")
 
-#: The bootstrap draws documents if a text has at least this many, else windows.
+#: The units of intervals are documents if a text has at least this many, else windows, which are alike where they are
+#: near (`minifloat.evaluate.compare.series`).
 _FEWEST_DOCUMENTS = 15
 _BATCH_TOKENS = 2048
 _TEXT_SUFFIXES = (".txt", ".md")
@@ -83,7 +85,7 @@ class Corpus:
         if room < 1 or window < 2:
             raise UsageError(f"a window has at least {max(2, 1 + len(self.prefix))} tokens, got {window}")
         named = [(_name(source), _documents(as_source(source), tokenizer)) for source in sources]
-        named = named or [(name, iter([_built_in(name)])) for name in BUILT_IN]
+        named = named or [(name, _parts(_built_in(name))) for name in BUILT_IN]
         if len({name for name, _ in named}) < len(named):
             raise UsageError(f"two sources of the same name: {', '.join(name for name, _ in named)}")
         self.texts = tuple(self._cut(name, documents, tokenizer, room, max_tokens) for name, documents in named)
@@ -122,7 +124,7 @@ class Corpus:
         windows = [window for window in windows if len(window.ids) + len(self.prefix) > 1]
         if not windows:
             raise UsageError(f"{name}: {used} tokens; at least 2 are needed, of which the second can be predicted")
-        unit = "document" if len({window.document for window in windows}) >= _FEWEST_DOCUMENTS else "window"
+        unit = DOCUMENT if len({window.document for window in windows}) >= _FEWEST_DOCUMENTS else WINDOW
         return TokenizedText(name, documents_read, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
 
     @functools.cached_property
@@ -131,7 +133,7 @@ class Corpus:
         lists, first_unit = [], 0
         for number, text in enumerate(self.texts):
             lists.append(list(self._batches_of(number, text, first_unit)))
-            first_unit += text.documents if text.unit == "document" else len(text.windows)
+            first_unit += text.documents if text.unit == DOCUMENT else len(text.windows)
         return interleave(lists)
 
     def _batches_of(self, number: int, text: TokenizedText, first_unit: int) -> Iterator[WindowBatch]:
@@ -148,7 +150,7 @@ class Corpus:
         chunks += [tuple(pending) for pending in by_length.values()]
         for chunk in chunks:
             windows = [text.windows[index] for index in chunk]
-            units = [w.document if text.unit == "document" else i for i, w in zip(chunk, windows, strict=True)]
+            units = [w.document if text.unit == DOCUMENT else i for i, w in zip(chunk, windows, strict=True)]
             rows = [[*self.prefix, *window.ids.tolist()] for window in windows]
             tokens = sum(len(window.ids) for window in windows)
             yield WindowBatch(number, chunk, torch.tensor(rows), first_unit + torch.tensor(units), tokens)
@@ -186,6 +188,11 @@ def _text_file(path: Path) -> Iterator[str]:
             text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error})") from None
+    return _parts(text)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Return the documents of a text file."""
     parts = text.split(END_OF_TEXT)
     return iter(parts if len(parts) == 1 else [part.strip("\n") for part in parts if part.strip()])
 

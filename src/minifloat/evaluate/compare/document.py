@@ -140,6 +140,7 @@ def _terminal_lines(candidate: CandidateResult) -> Iterator[str]:
         f"{words.shown(overall.topk_overlap, as_percent=True)}; bits per byte "
         f"{number(overall.baseline_bits_per_byte)} -> {number(overall.candidate_bits_per_byte)}"
     )
+    yield from filter(None, [words.effective_text(candidate.summaries)])
     yield words.formats_text(candidate.model)
     if candidate.generation is not None:
         yield f"generation: {words.generation_text(candidate.generation)}"
@@ -226,7 +227,7 @@ _BITS: _Quantity = (
     lambda summary: f"{number(summary.baseline_bits_per_byte)} -> {number(summary.candidate_bits_per_byte)}",
 )
 _PERPLEXITY: tuple[_Quantity, ...] = (
-    ("tokens", lambda summary: doc.Pair(f"{summary.tokens:,}", f"{summary.units:,} {_units(summary)}")),
+    ("tokens", lambda summary: doc.Pair(f"{summary.tokens:,}", f"{summary.units:,} {words.units_name(summary)}")),
     ("baseline", lambda summary: number(summary.baseline_perplexity)),
     ("candidate", lambda summary: number(summary.candidate_perplexity)),
     _CHANGE,
@@ -240,10 +241,6 @@ _DIVERGENCE: tuple[_Quantity, ...] = (
     ("p99.9", lambda summary: words.shown(summary.kl_p999)),
     ("max", lambda summary: number(summary.kl_max, 3)),
 )
-
-
-def _units(summary: Summary) -> str:
-    return f"{summary.unit.replace(' or ', 's or ')}s"
 
 
 def _text_table(
@@ -269,7 +266,7 @@ def _positions(comparison: Comparison, names: Sequence[str]) -> doc.Section:
         doc.section(
             heading,
             doc.Text(f"{words.late_text(positions.late)}." if positions.late is not None else ""),
-            _position_table(positions, _units(candidate.overall)),
+            _position_table(positions, words.units_name(candidate.overall)),
         )
         for heading, candidate in _headed(comparison, names)
         if (positions := candidate.overall.positions) is not None

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minifloat.engine.text import Detokenizer
 from minifloat.errors import UsageError
-from minifloat.evaluate.compare.intervals import Estimate, fraction_interval, mean_interval
+from minifloat.evaluate.compare.intervals import Estimate, fraction_interval, proportion_interval
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def greedy_divergence(
     order = sorted(range(len(places)), key=places.__getitem__)
     identical = fraction_interval(parted.count(None), len(parted))
     shares = np.minimum(np.array(places) / new_tokens, 1)
-    mean = mean_interval(shares, np.ones_like(shares)).clipped(0, 1)
+    mean = proportion_interval(shares, np.ones_like(shares))
     return GreedyDivergence(
         prompts=len(prompts),
         new_tokens=new_tokens,

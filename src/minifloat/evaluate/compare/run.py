@@ -181,14 +181,14 @@ def judged(
     corpus, vocab_size = scoring.corpus, scoring.baseline.vocab_size
     scores_by_text = [scoring.scores(index, text) for text in range(len(corpus.texts))]
     summaries = tuple(
-        summarize(text.name, scores, len(scores) * text.bytes_per_token, text.unit, vocab_size)
+        summarize(text.name, scores, len(scores) * text.bytes_per_token, [(len(scores), text.unit)], vocab_size)
         for text, scores in zip(corpus.texts, scores_by_text, strict=True)
     )
     overall = summaries[0]
     if len(summaries) > 1:
-        unit = " or ".join(sorted({text.unit for text in corpus.texts}))
+        units = [(len(scores), text.unit) for text, scores in zip(corpus.texts, scores_by_text, strict=True)]
         nbytes = sum(summary.nbytes for summary in summaries)
-        overall = summarize("all texts", concatenate(scores_by_text), nbytes, unit, vocab_size)
+        overall = summarize("all texts", concatenate(scores_by_text), nbytes, units, vocab_size)
     return CandidateResult(
         model=record,
         texts=summaries,

@@ -8,20 +8,26 @@ grouped by their position too, and the later half of the windows is compared wit
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.evaluate.compare.intervals import Estimate, FloatArray, mean_interval, quantile_interval, sums_by_unit
+from minifloat.evaluate.compare.intervals import (
+    Estimate,
+    mean_interval,
+    proportion_interval,
+    quantile_interval,
+    sums_by_unit,
+)
 from minifloat.evaluate.compare.metrics import TOP_K, TokenScores
+from minifloat.evaluate.compare.series import WINDOW, BoolArray, FloatArray, IntArray, Stratum, kept
 
 #: Largest number of tokens of a window for which positions are not reported.
 SHORT_WINDOW = 512
 #: Ends of the first two ranges; from there on the ends double.
 _FIRST_ENDS = (128, 512)
-
-_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -74,22 +80,42 @@ class Positions:
     late: LateChange | None
 
 
-def by_position(scores: TokenScores) -> Positions | None:
+@dataclass(frozen=True)
+class Units:
+    """The units of scores: documents, or windows that were cut from them, in the order of their texts.
+
+    Attributes:
+        index: ``[T]``: the unit of each token.
+    """
+
+    index: IntArray
+    count: int
+    strata: tuple[Stratum, ...]
+
+    @classmethod
+    def of(cls, scores: TokenScores, texts: Sequence[tuple[int, str]]) -> Units:
+        """Number the units of scores of several texts, given as the number of tokens and the name of the unit."""
+        numbers, index = np.unique(scores.unit, return_inverse=True)
+        ends = np.cumsum([tokens for tokens, _ in texts])
+        counts = [len(np.unique(part)) for part in np.split(scores.unit, ends[:-1])]
+        strata = tuple(Stratum(count, unit == WINDOW) for count, (_, unit) in zip(counts, texts, strict=True))
+        return cls(index.astype(np.int64), len(numbers), strata)
+
+
+def by_position(scores: TokenScores, units: Units) -> Positions | None:
     """Group scores by position; None if all windows are short (`SHORT_WINDOW`)."""
     longest = int(scores.position.max()) + 1
     if longest <= SHORT_WINDOW:
         return None
-    numbers, index = np.unique(scores.unit, return_inverse=True)
-    units = index.astype(np.int64)
     ranges = []
     for low, high in _ranges(longest):
         inside = (scores.position >= low) & (scores.position <= high)
         if inside.any():
-            sums, sizes = _of(inside, scores, units, len(numbers))
+            sums, sizes = _of(inside, scores, units)
             used = sizes > 0
-            kl = mean_interval(sums[used], sizes[used]).clipped(0, math.inf)
+            kl = mean_interval(sums[used], sizes[used], kept(units.strata, used)).clipped(0, math.inf)
             ranges.append(PositionRange(low, high, int(used.sum()), int(inside.sum()), kl))
-    return Positions(tuple(ranges), _late_change(scores, units, len(numbers), longest))
+    return Positions(tuple(ranges), _late_change(scores, units, longest))
 
 
 def _ranges(longest: int) -> list[tuple[int, int]]:
@@ -101,23 +127,22 @@ def _ranges(longest: int) -> list[tuple[int, int]]:
     return [(low, end - 1) for low, end in zip((0, *ends), ends, strict=False)]
 
 
-def _of(
-    mask: _Mask, scores: TokenScores, units: npt.NDArray[np.int64], count: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _of(mask: BoolArray, scores: TokenScores, units: Units) -> tuple[FloatArray, FloatArray]:
     """Return for each unit the sum of the KL divergences of its tokens in `mask`, and their number."""
-    sizes = np.bincount(units[mask], minlength=count).astype(np.float64)
-    return sums_by_unit(scores.kl[mask], units[mask], count), sizes
+    index = units.index[mask]
+    sizes = np.bincount(index, minlength=units.count).astype(np.float64)
+    return sums_by_unit(scores.kl[mask], index, units.count), sizes
 
 
-def _late_change(scores: TokenScores, units: npt.NDArray[np.int64], count: int, longest: int) -> LateChange | None:
+def _late_change(scores: TokenScores, units: Units, longest: int) -> LateChange | None:
     early_end, late_start = longest // 4, longest // 2
-    early, early_sizes = _of(scores.position < early_end, scores, units, count)
-    late, late_sizes = _of(scores.position >= late_start, scores, units, count)
+    early, early_sizes = _of(scores.position < early_end, scores, units)
+    late, late_sizes = _of(scores.position >= late_start, scores, units)
     both = (early_sizes > 0) & (late_sizes > 0)
     if not both.any():
         return None
     early, early_sizes, late, late_sizes = (values[both] for values in (early, early_sizes, late, late_sizes))
-    change = mean_interval(late - early / early_sizes * late_sizes, late_sizes)
+    change = mean_interval(late - early / early_sizes * late_sizes, late_sizes, kept(units.strata, both))
     return LateChange(
         early_end, late_start, float(early.sum() / early_sizes.sum()), float(late.sum() / late_sizes.sum()), change
     )
@@ -156,6 +181,7 @@ class Summary:
         nbytes: Number of UTF-8 bytes of the scored tokens.
         kl_mean: Mean KL divergence in nats per token.
         positions: The KL divergence by position in the window; None if all windows are short.
+        effective_units: As many independent units say as much; of perplexity, KL and same top-1 the least.
     """
 
     name: str
@@ -178,6 +204,7 @@ class Summary:
     margins: tuple[MarginBin, ...]
     kl_curve: tuple[tuple[float, float], ...]
     positions: Positions | None = None
+    effective_units: float | None = None
 
 
 def perplexity(nll: FloatArray) -> float:
@@ -190,42 +217,47 @@ def bits_per_byte(nll: FloatArray, nbytes: float) -> float:
     return float(nll.sum()) / math.log(2) / nbytes
 
 
-def summarize(name: str, scores: TokenScores, nbytes: float, unit: str, vocab_size: int) -> Summary:
-    """Reduce scores to a `Summary`."""
-    numbers, index = np.unique(scores.unit, return_inverse=True)
-    index, count = index.astype(np.int64), len(numbers)
-    sizes = np.bincount(index).astype(np.float64)
+def summarize(
+    name: str, scores: TokenScores, nbytes: float, texts: Sequence[tuple[int, str]], vocab_size: int
+) -> Summary:
+    """Reduce scores to a `Summary`; `texts`: the number of tokens of each text, and its unit."""
+    units = Units.of(scores, texts)
+    sizes = np.bincount(units.index).astype(np.float64)
 
-    def mean(values: npt.NDArray[np.generic]) -> Estimate:
-        return mean_interval(sums_by_unit(values, index, count), sizes)
+    def sums(values: npt.NDArray[np.generic]) -> FloatArray:
+        return sums_by_unit(values, units.index, units.count)
 
     def quantile(fraction: float) -> Estimate:
-        return quantile_interval(scores.kl, index, count, fraction)
+        return quantile_interval(scores.kl, units.index, units.strata, fraction)
 
+    ratio = mean_interval(sums(scores.candidate_nll - scores.baseline_nll), sizes, units.strata).mapped(_exp)
+    kl = mean_interval(sums(scores.kl), sizes, units.strata).clipped(0, math.inf)
+    same_top1 = proportion_interval(sums(scores.agree), sizes, units.strata)
     return Summary(
         name=name,
-        unit=unit,
-        units=count,
+        unit=" or ".join(sorted({unit for _, unit in texts})),
+        units=units.count,
         tokens=len(scores),
         nbytes=nbytes,
         baseline_perplexity=perplexity(scores.baseline_nll),
         candidate_perplexity=perplexity(scores.candidate_nll),
-        perplexity_ratio=mean(scores.candidate_nll - scores.baseline_nll).mapped(_exp),
+        perplexity_ratio=ratio,
         baseline_bits_per_byte=bits_per_byte(scores.baseline_nll, nbytes),
         candidate_bits_per_byte=bits_per_byte(scores.candidate_nll, nbytes),
-        kl_mean=mean(scores.kl).clipped(0, math.inf),
+        kl_mean=kl,
         kl_median=quantile(0.5),
         kl_p99=quantile(0.99),
         kl_p999=quantile(0.999),
         kl_max=float(scores.kl.max()),
-        same_top1=mean(scores.agree).clipped(0, 1),
-        topk_overlap=mean(scores.overlap / min(TOP_K, vocab_size)).clipped(0, 1),
+        same_top1=same_top1,
+        topk_overlap=proportion_interval(sums(scores.overlap / min(TOP_K, vocab_size)), sizes, units.strata),
         margins=_margins(scores),
         kl_curve=tuple(
             (fraction, float(value))
             for fraction, value in zip(CURVE_FRACTIONS, np.quantile(scores.kl, CURVE_FRACTIONS), strict=True)
         ),
-        positions=by_position(scores),
+        positions=by_position(scores, units),
+        effective_units=min((e.effective_units for e in (ratio, kl, same_top1) if e.effective_units), default=None),
     )
 
 

@@ -8,7 +8,16 @@ fails with a probability of at most 2.5%, and one whose loss is the bound and th
 comparison of the two one-sided tests procedure and the power approach, J. Pharmacokinetics and Biopharmaceutics 15
 (1987). A value just at a bound would otherwise stay undecided with any number of tokens.
 
-Every text is judged by itself too, because a large text of prose would hide the damage to a small text of code.
+Every text is judged by itself too, because a large text of prose would hide the damage to a small text of code. The
+verdict passes only if every check does, so it passes a candidate that breaks a bound with at most the probability of a
+single check, 2.5%, whatever the number of checks: the intersection-union test of R. L. Berger, Multiparameter
+hypothesis testing and acceptance sampling, Technometrics 24 (1982). It fails if any check does, which by chance is the
+more probable the more checks there are. So they fail by the method of S. Holm, A simple sequentially rejective multiple
+test procedure, Scandinavian J. Statistics 6 (1979): the clearest of m checks is tested at 2.5% / m, the next one at
+2.5% / (m - 1), and so on; a candidate that keeps every bound fails with at most 2.5%.
+
+A check passes only with `FEWEST_UNITS` units that count for at least `FEWEST_EFFECTIVE` independent ones: with fewer
+the intervals have not kept their coverage (benchmarks/coverage.py).
 """
 
 from __future__ import annotations
@@ -18,12 +27,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minifloat.evaluate.compare.intervals import Estimate, units_to_decide
+from minifloat.evaluate.compare.distributions import student_cdf, student_quantile
+from minifloat.evaluate.compare.intervals import CONFIDENCE, Estimate, units_to_decide
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.summary import Summary
 
+#: Units, and effective units, that a check needs in order to pass.
+FEWEST_UNITS, FEWEST_EFFECTIVE = 12, 4.0
+_LEVEL = (1 - CONFIDENCE) / 2
 #: The share of tokens at which both models have the same most probable token.
 SAME_TOP1 = "same top-1"
+INCREASE = "perplexity increase"
 MEAN_KL = "mean KL"
 #: The same where only a lower bound is known: that it keeps its bound proves less.
 LEAST_KL = "mean KL of at least"
@@ -49,6 +63,8 @@ class Check:
     Attributes:
         tokens_needed: About how many tokens of this text would decide; None if the check is decided, or if the number
             cannot be estimated.
+        tokens: Tokens that were scored.
+        few_units: Whether it would pass if it had more units.
     """
 
     text: str
@@ -59,6 +75,8 @@ class Check:
     outcome: Outcome
     within_margin: bool
     tokens_needed: int | None
+    tokens: int = 0
+    few_units: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,40 +108,94 @@ def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
 
 def judge(summaries: Sequence[Summary], tolerance: Tolerance, *, kl: str = MEAN_KL) -> Verdict:
     """Check each summary against the bounds."""
-    checks = tuple(check for summary in summaries for check in _checks(summary, tolerance, kl))
+    claims = [claim for summary in summaries for claim in _claims(summary, tolerance, kl)]
+    broken = _rejected([claim.p_kept for claim in claims])
+    checks = tuple(claim.checked(place in broken, len(claims)) for place, claim in enumerate(claims))
     return Verdict(worst_outcome([check.outcome for check in checks]), tolerance, checks)
 
 
-def _checks(summary: Summary, tolerance: Tolerance, kl: str) -> list[Check]:
+@dataclass(frozen=True)
+class _Claim:
+    """The claim that a quantity is at most a bound, or at least: then `sign` is -1."""
+
+    summary: Summary
+    quantity: str
+    estimate: Estimate
+    bound: float
+    margin: float
+    sign: int = 1
+
+    @property
+    def p_kept(self) -> float:
+        """The probability of an interval so far beyond the bound if the quantity is on it."""
+        estimate, bound = self._as_maximum()
+        if math.isinf(estimate.value):
+            return 0.0
+        if not estimate.low > bound:
+            return 1.0
+        reach = estimate.value - estimate.low
+        t = student_quantile(1 - _LEVEL, estimate.degrees) * (estimate.value - bound) / reach if reach else math.inf
+        return 1 - student_cdf(t, estimate.degrees)
+
+    def checked(self, broken: bool, checks: int) -> Check:
+        """Return the check; `broken`: the bound is surely broken, as one of so many checks."""
+        estimate, bound = self._as_maximum()
+        needed, few, outcome = None, False, Outcome.FAILED if broken else Outcome.UNDECIDED
+        if not broken and estimate.low <= bound and estimate.high <= bound + self.margin:
+            few = not _enough(self.summary, estimate)
+            outcome = Outcome.UNDECIDED if few else Outcome.PASSED
+        within = outcome is Outcome.PASSED and estimate.high > bound
+        if outcome is Outcome.UNDECIDED:
+            needed = self._tokens_needed(few, checks)
+        return Check(
+            text=self.summary.name,
+            quantity=self.quantity,
+            estimate=self.estimate,
+            bound=self.bound,
+            limit=self.bound + self.sign * self.margin,
+            outcome=outcome,
+            within_margin=within,
+            tokens_needed=needed,
+            tokens=self.summary.tokens,
+            few_units=few,
+        )
+
+    def _as_maximum(self) -> tuple[Estimate, float]:
+        return (self.estimate, self.bound) if self.sign > 0 else (self.estimate.negated(), -self.bound)
+
+    def _tokens_needed(self, few: bool, checks: int) -> int | None:
+        """Return about how many tokens would decide, those that were scored among them."""
+        summary, (estimate, bound) = self.summary, self._as_maximum()
+        if few:
+            effective = estimate.effective_units or summary.units
+            units = max(FEWEST_UNITS, math.ceil(summary.units * FEWEST_EFFECTIVE / effective), summary.units + 1)
+            return math.ceil(units * summary.tokens / summary.units)
+        degrees = estimate.degrees
+        strictness = student_quantile(1 - _LEVEL / checks, degrees) / student_quantile(1 - _LEVEL, degrees)
+        needed = units_to_decide(estimate, bound, summary.units, self.margin, strictness)
+        return None if needed is None else math.ceil(needed * summary.tokens / summary.units)
+
+
+def _claims(summary: Summary, tolerance: Tolerance, kl: str) -> list[_Claim]:
     increase = summary.perplexity_ratio.mapped(lambda ratio: ratio - 1)
-    top1, margin = tolerance.min_same_top1, tolerance.margin
+    most, least, share = tolerance.max_ppl_increase, tolerance.min_same_top1, tolerance.margin
     return [
-        _check(summary, "perplexity increase", increase, tolerance.max_ppl_increase, margin),
-        _check(summary, kl, summary.kl_mean, tolerance.max_kl, margin),
-        _check_minimum(summary, SAME_TOP1, summary.same_top1, top1, margin * (1 - top1)),
+        _Claim(summary, INCREASE, increase, most, share * most),
+        _Claim(summary, kl, summary.kl_mean, tolerance.max_kl, share * tolerance.max_kl),
+        _Claim(summary, SAME_TOP1, summary.same_top1, least, share * (1 - least), sign=-1),
     ]
 
 
-def _check(summary: Summary, quantity: str, estimate: Estimate, bound: float, share: float) -> Check:
-    """Check a bound that the quantity may not exceed; the margin is a share of it."""
-    margin = bound * share
-    outcome, within, needed = _decide(summary, estimate, bound, margin)
-    return Check(summary.name, quantity, estimate, bound, bound + margin, outcome, within, needed)
+def _enough(summary: Summary, estimate: Estimate) -> bool:
+    effective = summary.units if estimate.effective_units is None else estimate.effective_units
+    return summary.units >= FEWEST_UNITS and effective >= FEWEST_EFFECTIVE
 
 
-def _check_minimum(summary: Summary, quantity: str, estimate: Estimate, bound: float, margin: float) -> Check:
-    outcome, within, needed = _decide(summary, estimate.negated(), -bound, margin)
-    return Check(summary.name, quantity, estimate, bound, bound - margin, outcome, within, needed)
-
-
-def _decide(summary: Summary, estimate: Estimate, bound: float, margin: float) -> tuple[Outcome, bool, int | None]:
-    """Return the outcome of an upper bound, whether the margin made it pass, and the tokens that would decide it."""
-    if estimate.low > bound or math.isinf(estimate.value):
-        return Outcome.FAILED, False, None
-    if estimate.high <= bound:
-        return Outcome.PASSED, False, None
-    if estimate.high <= bound + margin:
-        return Outcome.PASSED, True, None
-    units = units_to_decide(estimate, bound, summary.units, margin)
-    needed = None if units is None else math.ceil(units * summary.tokens / summary.units)
-    return Outcome.UNDECIDED, False, needed
+def _rejected(p_values: Sequence[float]) -> set[int]:
+    """Return the places of the hypotheses that Holm's method rejects."""
+    rejected: set[int] = set()
+    for place in sorted(range(len(p_values)), key=p_values.__getitem__):
+        if p_values[place] > _LEVEL / (len(p_values) - len(rejected)):
+            break
+        rejected.add(place)
+    return rejected

@@ -13,12 +13,21 @@ from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.evaluate.compare.summary import LateChange, PositionRange, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
-from minifloat.evaluate.compare.verdict import SAME_TOP1, Check, Outcome, Verdict
+from minifloat.evaluate.compare.verdict import (
+    FEWEST_EFFECTIVE,
+    INCREASE,
+    SAME_TOP1,
+    Check,
+    Outcome,
+    Verdict,
+)
+from minifloat.evaluate.compare.verdict import FEWEST_UNITS as FEWEST_TO_PASS
 from minifloat.report.document import Pair
 from minifloat.report.text import NO_INTERVAL, change, interval, number, percent, short, short_names, size_text
 
+#: From here on a number of units is written without decimals.
+_ROUND = 10
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
-_INCREASE = "perplexity increase"
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -121,20 +130,47 @@ def check_text(check: Check) -> str:
         return text
     if not check.estimate.known:
         return f"{text}: too few documents or windows for an interval"
-    near = f"{text}: the bound lies in the interval; {_nearness(check)}"
     if check.tokens_needed is None:
-        return f"{near}; without a margin no number of tokens would decide"
-    return f"{near}; about {_rounded(check.tokens_needed):,} tokens would decide"
+        return f"{text}: {_nearness(check)}; without a margin no number of tokens would decide"
+    more = _rounded(max(check.tokens_needed - check.tokens, 1))
+    return f"{text}: {_nearness(check)}; about {more:,} more tokens of fresh text would decide"
 
 
 def _nearness(check: Check) -> str:
-    """Say how far the value is from the bound, beside half the width of the interval."""
+    """Say why a check is undecided: how far the value is from the bound, beside half the width of the interval."""
     estimate, as_percent = check.estimate, _is_fraction(check)
+    if check.few_units:
+        return (
+            f"the bound is kept, but a pass needs {FEWEST_TO_PASS} documents or windows that are worth "
+            f"{FEWEST_EFFECTIVE:.0f} independent ones, and these are worth {_effective(estimate.effective_units)}"
+        )
+    if not min(estimate.low, estimate.high) <= check.bound <= max(estimate.low, estimate.high):
+        return "the bound is broken, but among so many checks that may be chance (Holm)"
     scale, unit = (100, " percentage points") if as_percent else (1, "")
     distance, reach = scale * (estimate.value - check.bound), scale * (estimate.high - estimate.low) / 2
     side = "above" if distance > 0 else "below"
     where = f"{number(abs(distance), 2)}{unit} {side} it" if distance else "on it"
-    return f"the value lies {where}, half the interval is {number(reach, 2)} wide"
+    return f"the bound lies in the interval; the value lies {where}, half the interval is {number(reach, 2)} wide"
+
+
+def _effective(units: float | None) -> str:
+    """Return an effective number of units."""
+    return "?" if units is None else f"{units:.1f}" if units < _ROUND else f"{units:,.0f}"
+
+
+def effective_text(summaries: Sequence[Summary]) -> str:
+    """Say how many independent units the units of each text are worth; empty where they were not counted."""
+    counted = [summary for summary in summaries if summary.effective_units is not None]
+    texts = (
+        f"{summary.name} {_effective(summary.effective_units)} of {summary.units:,} {units_name(summary)}"
+        for summary in counted
+    )
+    return f"independent units, of neighbours that are alike: {', '.join(texts)}" if counted else ""
+
+
+def units_name(summary: Summary) -> str:
+    """Return the name of the units in the plural."""
+    return f"{summary.unit.replace(' or ', 's or ')}s"
 
 
 def _rounded(count: int) -> int:
@@ -143,12 +179,12 @@ def _rounded(count: int) -> int:
 
 
 def _measured(check: Check) -> str:
-    signed = check.quantity == _INCREASE
+    signed = check.quantity == INCREASE
     return f"{check.quantity} {shown(check.estimate, as_percent=_is_fraction(check), signed=signed)}"
 
 
 def _is_fraction(check: Check) -> bool:
-    return check.quantity in (_INCREASE, SAME_TOP1)
+    return check.quantity in (INCREASE, SAME_TOP1)
 
 
 def _limit(check: Check, value: float) -> str:
