@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,18 @@ def test_a_twin_is_quantized_in_little_memory_loaded_and_run(name: str, scheme: 
     step = step_of(out)
     assert step.runner == "native"
     assert step.error < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM3-3B"])
+def test_the_engine_opens_a_twin_without_transformers(name: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom minifloat import Engine, EngineOptions\n"
+        "engine = Engine(sys.argv[1], EngineOptions(max_num_seqs=1, max_model_len=64))\n"
+        "print(engine.info.runner, 'transformers' in sys.modules)"
+    )
+    folder = str(write_twin(name, tmp_path / "model"))
+    answer = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["native", "False"]
 
 
 def test_a_scheme_that_no_engine_loads_is_refused_before_work(tmp_path: Path) -> None:

@@ -150,5 +150,8 @@ def test_a_file_of_a_later_transformers_may_state_what_later_code_reads() -> Non
     assert is_unread("surprise", {"surprise": 1})
     assert is_unread("surprise", {"surprise": 1, "transformers_version": "5.23.4"})
     assert not is_unread("surprise", {"surprise": 1, "transformers_version": "5.24.0.dev0"})
+    values = HUB_CONFIGS["google/gemma-3-27b-it"]
+    later = values | {"transformers_version": "6.0.0", "text_config": values["text_config"] | {"surprise": 1}}
+    assert read_config(later, FOLDER) == "of its text_config it has the field 'surprise'"
     assert not is_unread("is_decoder", {"is_decoder": True})
     assert PreTrainedConfig().is_encoder_decoder is False

@@ -207,13 +207,15 @@ def test_other_types_use_the_file_as_it_is(model_type: str, tokenizer_class: str
     assert ours.all_special_ids == theirs.all_special_ids
 
 
-@pytest.mark.parametrize("model_type", [name for name, kind in _REGISTERED.items() if kind == "Qwen2Tokenizer"])
+@pytest.mark.parametrize("model_type", [name for name, kind in _REGISTERED.items() if kind.startswith("Qwen")])
 def test_types_with_the_tokenizer_of_qwen(model_type: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "m", "Qwen")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours, theirs = both(folder)
-    for text in TEXTS:
+    for text in [*TEXTS, "\u0915\u093f\u0924\u093e\u092c \u0e01\u0e33 x\u0327\u0301y"]:
         assert ours(text).input_ids == theirs(text).input_ids
+    if model_type.startswith("qwen3_5"):
+        assert r"\p{M}" in json.loads(ours.backend.to_str())["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
 
 
 def test_the_tokenizer_of_the_example_is_that_of_transformers() -> None:

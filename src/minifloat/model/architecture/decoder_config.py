@@ -99,7 +99,8 @@ def _with_towers(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str
         return "text_config or tie_word_embeddings is missing"
     if nested.get("tie_word_embeddings", tied) != tied:
         return "its parts contradict each other in tie_word_embeddings"
-    text = read_config({"tie_word_embeddings": tied, **nested}, folder)
+    saved_by = values.get("transformers_version")
+    text = read_config({"tie_word_embeddings": tied, "transformers_version": saved_by, **nested}, folder)
     if isinstance(text, str):
         return f"of its text_config {text}"
     return DecoderConfig(

@@ -152,6 +152,9 @@ _REGISTERED = dict.fromkeys(
     ["qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"],
     "Qwen2Tokenizer",
 ) | dict.fromkeys(("mistral", "mixtral"), "TokenizersBackend")
+#: Types whose class transformers takes whatever tokenizer_config.json names.
+_QWEN3_5 = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+_REGISTERED |= dict.fromkeys(_QWEN3_5, "Qwen3_5Tokenizer")
 #: Types whose class is `_GENERIC` in transformers; read here where tokenizer_config.json names no other.
 _USUALLY_GENERIC = [
     "ernie4_5",
@@ -172,6 +175,8 @@ _USUALLY_GENERIC = [
 #: Types for which transformers has no class.
 _UNREGISTERED = [
     "arcee",
+    "deepseek_v2",
+    "deepseek_v3",
     "dots1",
     "exaone4",
     "gemma4",
@@ -185,12 +190,17 @@ _UNREGISTERED = [
 #: Special tokens that a class has where tokenizer_config.json names none.
 _CLASS_TOKENS: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    **dict.fromkeys(
+        ("Qwen2Tokenizer", "Qwen3_5Tokenizer"),
+        dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    ),
 }
 #: Source: Qwen2's tokenizer.json.
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+#: Source: transformers 5.23, models/qwen3_5/tokenization_qwen3_5.py: marks belong to words.
+_QWEN3_5_WORDS = _QWEN2_WORDS.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -237,7 +247,9 @@ def _read(folder: Path) -> FileTokenizer:
     if kind == "LlamaTokenizer":
         _as_llama(backend, config)
     elif kind == "Qwen2Tokenizer":
-        _as_qwen2(backend, config)
+        _as_qwen2(backend, config, _QWEN2_WORDS)
+    elif kind == "Qwen3_5Tokenizer":
+        _as_qwen2(backend, config, _QWEN3_5_WORDS)
     tokenizer = FileTokenizer(backend, named, extra, _chat_template(folder, files, config))
     _check_flags(tokenizer, config)
     return tokenizer
@@ -263,7 +275,7 @@ def _class_of(model_type: Any, hub_class: Any, is_byte_level: bool) -> str:
     elif registered in _GENERIC or (named == "LlamaTokenizer" and is_byte_level and model_type != "qwen2"):
         kind = _GENERIC[1]
     else:
-        kind = registered if model_type == "qwen2" and registered else named
+        kind = registered if model_type in ("qwen2", *_QWEN3_5) and registered else named
     if kind not in (*_GENERIC, *_CLASS_TOKENS):
         raise _OtherTokenizer(f"its class is {kind}")
     return kind
@@ -343,13 +355,13 @@ def _as_llama(backend: Tokenizer, config: Mapping[str, Any]) -> None:
     )
 
 
-def _as_qwen2(backend: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Give a tokenizer the parts that `Qwen2Tokenizer` has, whatever tokenizer.json says."""
+def _as_qwen2(backend: Tokenizer, config: Mapping[str, Any], words: str) -> None:
+    """Give a tokenizer the parts that `Qwen2Tokenizer` or that of Qwen3.5 has, whatever tokenizer.json says."""
     _set_model(backend, byte_fallback=False, fuse_unk=False, affix="")
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(words), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False),
         ]
     )
