@@ -32,6 +32,16 @@ def write_page(path: Path, rows: Sequence[Row], seconds: float, command: str) ->
     path.write_text("\n".join(page_lines(rows, source)) + "\n")
 
 
+#: What `benchmarks/hub_shapes.py` found.
+_HUB_SHAPES = (
+    "[Configs of 49 of the most used models](../tests/data/hub_configs.json), as they are on the hub, open without transformers.",
+    "Twins of them with the true widths, one or two layers and at most 16 experts went through fp8-block and mxfp4 on 2026-11-27",
+    "(`python benchmarks/hub_shapes.py`): dry run, plan, check, quantize, load and a step agree in 96 of 98 runs, all on the native",
+    "decoder, with logits within 1.3e-5 of transformers' code; gpt-oss in fp8-block is refused before work. `quantize` took at most",
+    "508 MiB, and about 55 MiB where names of modules do not need transformers.",
+)
+
+
 def page_lines(rows: Sequence[Row], source: str) -> list[str]:
     """Return the lines of the page; architectures with the same outcomes share a line."""
     present = [row for row in rows if not row.reason]
@@ -54,6 +64,8 @@ def page_lines(rows: Sequence[Row], source: str) -> list[str]:
         f"{sum(bool(row.wrong) for row in present)} rows have a wrong cell. "
         f"The engine runs {sum(_is_native(row) for row in present)} natively (marked \\*), the others by transformers' "
         "code.",
+        "",
+        *_HUB_SHAPES,
         "",
         "| column | what is compared |",
         "|---|---|",
