@@ -92,7 +92,7 @@ VERDICTS = {
         judged_candidate(make_summary(kl_mean=around(0.05, 0.01)))
     ),
     "undecided: NOT ENOUGH DATA: mean KL 0.004 [?] on prose.txt (at most 0.02 is allowed): too few documents": (
-        judged_candidate(make_summary(units=3, kl_mean=Estimate(0.004, math.nan, math.nan)))
+        judged_candidate(make_summary(kl_mean=Estimate(0.004, math.nan, math.nan)))
     ),
     "failed: FAILED: perplexity increase ∞ [?]": (
         judged_candidate(make_summary(perplexity_ratio=Estimate(math.inf, math.nan, math.nan)))

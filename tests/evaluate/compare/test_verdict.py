@@ -94,10 +94,10 @@ def test_a_candidate_on_every_bound_fails_in_at_most_2_5_of_100(breaking: int) -
 @pytest.mark.parametrize(
     ("units", "effective", "outcome"),
     [
-        (12, 4.0, Outcome.PASSED),
-        (11, 11.0, Outcome.UNDECIDED),
+        (15, 4.0, Outcome.PASSED),
+        (14, 14.0, Outcome.UNDECIDED),
         (100, 3.9, Outcome.UNDECIDED),
-        (12, None, Outcome.PASSED),
+        (15, None, Outcome.PASSED),
     ],
 )
 def test_a_pass_needs_enough_independent_units(units: int, effective: float | None, outcome: Outcome) -> None:

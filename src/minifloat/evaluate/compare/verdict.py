@@ -33,7 +33,7 @@ from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.summary import Summary
 
 #: Units, and effective units, that a check needs in order to pass.
-FEWEST_UNITS, FEWEST_EFFECTIVE = 12, 4.0
+FEWEST_UNITS, FEWEST_EFFECTIVE = 15, 4.0
 _LEVEL = (1 - CONFIDENCE) / 2
 #: The share of tokens at which both models have the same most probable token.
 SAME_TOP1 = "same top-1"

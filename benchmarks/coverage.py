@@ -1,0 +1,139 @@
+"""How often an end of the intervals of `compare` is on the wrong side of the truth: at most 4% a side.
+
+Simulated: windows with a correlation of neighbours (AR(1)), skewed documents (lognormal), tokens that agree with a
+probability near 1. Measured: stretches of the windows of a long text, of which the mean over the whole text is known.
+
+    python benchmarks/coverage.py
+    python benchmarks/coverage.py --pair MODEL QUANT TEXT --scores /tmp/scores.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from minifloat.evaluate.compare.intervals import Estimate, mean_interval, proportion_interval
+from minifloat.evaluate.compare.series import Stratum
+from minifloat.evaluate.compare.verdict import FEWEST_EFFECTIVE, FEWEST_UNITS
+
+COUNTS = (8, 12, 15, 24, 40, 100)
+WINDOW = 255
+
+
+def autoregressive(rho: float, sigma: float | None) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """Return draws of windows with a correlation of neighbours; with a `sigma` they are lognormal."""
+
+    def draw(rng: np.random.Generator, count: int) -> np.ndarray:
+        series = rng.normal(size=count)
+        for place in range(1, count):
+            series[place] = rho * series[place - 1] + math.sqrt(1 - rho * rho) * series[place]
+        return series if sigma is None else np.exp(sigma * series)
+
+    return draw
+
+
+def measure(name: str, draw: Callable[[], Estimate], truth: float, repetitions: int, count: int) -> None:
+    """Print a row: how often the units are enough to pass, and how often the interval misses then, on each side.
+
+    Where they never are, the misses are of all intervals.
+    """
+    found = [draw() for _ in range(repetitions)]
+    enough = [each for each in found if count >= FEWEST_UNITS and (each.effective_units or 0) >= FEWEST_EFFECTIVE]
+    share = len(enough) / repetitions
+    judged = enough or found
+    above, below = np.mean([each.low > truth for each in judged]), np.mean([each.high < truth for each in judged])
+    width = np.median([each.high - each.low for each in found])
+    effective = np.median([each.effective_units or 0 for each in found])
+    print(f"| {name} | {count} | {effective:.1f} | {share:.0%} | {above:.1%} | {below:.1%} | {width:.3g} |", flush=True)
+
+
+def simulated(repetitions: int) -> None:
+    rng = np.random.default_rng(0)
+    for sigma, kind in ((None, "AR(1)"), (0.5, "lognormal (0.5) AR(1)")):
+        for rho in (0.0, 0.2, 0.4, 0.6):
+            series = autoregressive(rho, sigma)
+            truth = 0.0 if sigma is None else math.exp(sigma * sigma / 2)
+            for count in COUNTS:
+                strata = [Stratum(count, adjacent=True)]
+                interval = lambda: mean_interval(series(rng, count), np.ones(count), strata)  # noqa: B023, E731
+                measure(f"{kind}, {rho}, windows", interval, truth, repetitions, count)
+    for sigma in (0.5, 1.0):
+        for count in COUNTS:
+            interval = lambda: mean_interval(rng.lognormal(0, sigma, count), np.ones(count))  # noqa: B023, E731
+            measure(f"lognormal ({sigma}), documents", interval, math.exp(sigma * sigma / 2), repetitions, count)
+    for fraction in (0.99, 0.999):
+        for count in COUNTS:
+            strata, sizes = [Stratum(count, adjacent=True)], np.full(count, float(WINDOW))
+            interval = lambda: proportion_interval(  # noqa: E731
+                rng.binomial(WINDOW, fraction, count).astype(float),  # noqa: B023
+                sizes,  # noqa: B023
+                strata,  # noqa: B023
+            )
+            measure(f"binomial, {fraction}, windows", interval, fraction, repetitions, count)
+
+
+def scores_of(pair: list[str], scores: Path, max_tokens: int) -> dict[str, np.ndarray]:
+    """Return the sums of each window of a text, measured once and kept."""
+    if not scores.exists():
+        from minifloat.evaluate.compare.models import common_tokenizer
+        from minifloat.evaluate.compare.options import CompareOptions
+        from minifloat.evaluate.compare.run import cut_text, open_models
+        from minifloat.evaluate.compare.scoring import ModelsPass
+
+        options = CompareOptions(max_tokens=max_tokens)
+        models = open_models(pair[0], [pair[1]], options, [])
+        corpus = cut_text([pair[2]], models, common_tokenizer(models), options)
+        scoring = ModelsPass(models[0], models[1:], corpus)
+        scoring.run()
+        found = scoring.scores(0, 0)
+        index = np.unique(found.unit, return_inverse=True)[1]
+        values = {"KL": found.kl, "change": found.candidate_nll - found.baseline_nll, "same top-1": found.agree}
+        sums = {name: np.bincount(index, value.astype(float)) for name, value in values.items()}
+        np.savez(scores, sizes=np.bincount(index), **sums)
+    with np.load(scores) as arrays:
+        return {name: arrays[name].astype(float) for name in arrays.files}
+
+
+def stretches(length: int, count: int, repetitions: int) -> Iterator[slice]:
+    """Yield places of adjacent windows, anywhere in the text."""
+    for start in np.random.default_rng(1).integers(length - count + 1, size=repetitions):
+        yield slice(int(start), int(start) + count)
+
+
+def measured(arrays: dict[str, np.ndarray], repetitions: int) -> None:
+    sizes = arrays.pop("sizes")
+    for name, sums in arrays.items():
+        interval = proportion_interval if name == "same top-1" else mean_interval
+        for count in COUNTS:
+            parts, strata = stretches(len(sizes), count, repetitions), [Stratum(count, adjacent=True)]
+
+            def draw() -> Estimate:
+                part = next(parts)  # noqa: B023
+                return interval(sums[part], sizes[part], strata)  # noqa: B023
+
+            measure(f"{name}, of {len(sizes)} windows", draw, sums.sum() / sizes.sum(), repetitions, count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repetitions", type=int, default=2000)
+    parser.add_argument("--pair", nargs=3, metavar=("MODEL", "QUANT", "TEXT"))
+    parser.add_argument("--scores", type=Path, default=Path("coverage-scores.npz"))
+    parser.add_argument("--max-tokens", type=int, default=150_000)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    print("| units | number | effective | may pass | above the truth | below | width |\n|---|---|---|---|---|---|---|")
+    if arguments.pair:
+        measured(scores_of(arguments.pair, arguments.scores, arguments.max_tokens), arguments.repetitions)
+    else:
+        simulated(arguments.repetitions)
+    print(f"\n{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
