@@ -34,11 +34,11 @@ def write_page(path: Path, rows: Sequence[Row], seconds: float, command: str) ->
 
 #: What `benchmarks/hub_shapes.py` found.
 _HUB_SHAPES = (
-    "[Configs of 49 of the most used models](../tests/data/hub_configs.json), as they are on the hub, are read without",
-    "transformers. Twins of them with the true widths, one or two layers and at most 16 experts went through fp8-block and",
-    "mxfp4 on 2026-11-27 (`python benchmarks/hub_shapes.py`): dry run, plan, check, quantize, load and a step agree in 96",
-    "of 98 runs, all on the native decoder, with logits within 1.3e-5 of transformers' code; gpt-oss in fp8-block is",
-    "refused before work. The process of `quantize` took at most 508 MiB.",
+    "[Configs of 49 of the most used models](../tests/data/hub_configs.json), as they are on the hub, are read",
+    "without transformers. Twins of them with the true widths, one or two layers and at most 16 experts went through",
+    "fp8-block and mxfp4 on 2026-11-27 (`python benchmarks/hub_shapes.py`): dry run, plan, check, quantize, load and a",
+    "step agree in 96 of 98 runs, all on the native decoder, with logits within 1.3e-5 of transformers' code; gpt-oss",
+    "in fp8-block is refused before work. The process of `quantize` took at most 508 MiB.",
 )
 
 
