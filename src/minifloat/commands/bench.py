@@ -30,7 +30,6 @@ class _Sizes(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     name = "sizes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the numbers."""
         if isinstance(value, tuple):
             return value
         if not all(size.strip().isdecimal() for size in value.split(",")):

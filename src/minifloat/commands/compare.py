@@ -41,7 +41,6 @@ class _Fraction(click.ParamType):  # type: ignore[type-arg]  # generic since cli
     name = "fraction"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number."""
         text = str(value).strip()
         try:
             return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)

@@ -1,10 +1,4 @@
-"""The command line: the group of commands and its error handling.
-
-The module of a command is imported when the command is used, so that `--help` and every command start fast. It parses
-the options, calls one public function and prints the result. A user's mistake, in the options or in what they name, is
-one line on standard error that begins with ``minifloat: error:``, and exit status 2 (`--debug` shows the traceback);
-Ctrl-C is 130.
-"""
+"""The command line: the group of commands and its error handling."""
 
 from __future__ import annotations
 

@@ -36,15 +36,11 @@ class Report(Protocol):
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A number of bytes with its unit: ``8G`` and ``8GiB`` are 8 * 2**30 bytes, ``500MB`` is 500 * 10**6.
-
-    A number without a unit is refused: ``--max-memory 8`` would mean eight bytes.
-    """
+    """A number of bytes with its unit: ``8G`` and ``8GiB`` are 8 * 2**30 bytes, ``500MB`` is 500 * 10**6."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes; an integer, which a default may be, stays as it is."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())

@@ -1,8 +1,4 @@
-"""Click options made from a frozen dataclass: a field, its default and its line in the docstring are the option.
-
-The flag is the field's name, the type comes from the annotation, the help from ``Attributes:``, in which "; None: ..."
-states the default. A bool that is true by default becomes ``--no-NAME``.
-"""
+"""Click options made from a frozen dataclass: a field, its default and its line in the docstring are the option."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ class GroupedCommand(click.Command):
     """A command whose `--help` lists its options by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, those of each group below its heading."""
         rows: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
@@ -54,16 +49,7 @@ def options_from(
     environment: bool = False,
     **changes: Mapping[str, Any],
 ) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds an option for each field of a dataclass.
-
-    Args:
-        options: The dataclass.
-        only: Fields to add; empty: all.
-        without: Fields to leave out.
-        group: Heading in `--help`.
-        environment: Whether each option is also an environment variable: ``--port`` is ``MINIFLOAT_PORT``.
-        changes: By field: arguments of `click.option` that differ, and `flags`, the names of the option.
-    """
+    """Return a decorator that adds an option for each field of a dataclass."""
     chosen = [field for field in fields(options) if field.name not in without and (not only or field.name in only)]
     unknown = {*only, *without, *changes} - {field.name for field in fields(options)}
     assert not unknown, f"{options.__name__} has no fields {unknown}"

@@ -33,7 +33,6 @@ class RateColumn(ProgressColumn):
         self._in_bytes = in_bytes
 
     def render(self, task: Task) -> Text:
-        """Return the rate of a task; nothing while it is not known."""
         if not task.speed or not task.total:
             return Text("")
         if self._in_bytes:
@@ -44,10 +43,7 @@ class RateColumn(ProgressColumn):
 
 @contextlib.contextmanager
 def progress_bar(enabled: bool, *, in_bytes: bool = False) -> Iterator[ProgressCallback | None]:
-    """Show a progress bar on standard error during the block: bar, share, rate, time, time left, what is done.
-
-    rich leaves colors out where NO_COLOR is set.
-    """
+    """Show a progress bar on standard error during the block: bar, share, rate, time, time left, what is done."""
     console = Console(stderr=True)
     if not enabled or not console.is_terminal:
         yield None

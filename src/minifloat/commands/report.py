@@ -52,10 +52,7 @@ def add_to_report(folder: str | Path, result: GainsReport | Comparison, *, err: 
 def draw_report(
     folder: str | Path, result: GainsReport | Comparison | None = None, *, err: bool = False, quiet: bool = False
 ) -> None:
-    """Draw the report beside a checkpoint, and say so.
-
-    A folder that cannot be written to, or a damaged report.json, is no reason to fail: the results were printed.
-    """
+    """Draw the report beside a checkpoint, and say so; failing to is no error, because the results were printed."""
     from minifloat.evaluate.checkpoint_report import write_report
 
     try:

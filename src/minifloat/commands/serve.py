@@ -1,8 +1,4 @@
-"""The command `serve`.
-
-Every option is an environment variable too: ``--max-model-len`` is ``MINIFLOAT_MAX_MODEL_LEN``. Nothing heavy is
-imported before the command runs.
-"""
+"""The command `serve`."""
 
 from __future__ import annotations
 
@@ -103,10 +99,7 @@ def _serve_with_vllm(model: str, arguments: tuple[str, ...], values: dict[str, A
 
 
 def _refuse_vllm_options(vllm_arguments: tuple[str, ...]) -> None:
-    """Refuse options that minifloat's own engine does not have.
-
-    Environment variables of vLLM's options are ignored, since they may be set for other runs.
-    """
+    """Refuse options that minifloat's own engine does not have."""
     stated = _stated(ParameterSource.COMMANDLINE)
     flags = [flag for name, flag in stated.items() if name in {*vllm.ONLY_VLLM, "print_command"}]
     if flags or vllm_arguments:

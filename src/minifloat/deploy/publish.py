@@ -1,8 +1,4 @@
-"""`push`: upload of a checkpoint to the hub, without the other files in its folder.
-
-The checkpoint is opened and checked first, and its model card must state the base model and the licence. Only files
-that belong to the checkpoint are uploaded: shards, sidecars and the names in `_NAMED`.
-"""
+"""`push`: upload of a checkpoint to the hub, without the other files in its folder."""
 
 from __future__ import annotations
 
@@ -52,7 +48,6 @@ class PushReport(ShortReport):
     url: str | None = None
 
     def headline(self) -> dict[str, str]:
-        """Return the first things to know, for `ShortReport`."""
         return {
             "repository": self.repo_id,
             "files": f"{len(self.files)}, {size_text(self.nbytes)}",
@@ -65,7 +60,6 @@ class PushReport(ShortReport):
         return sum(self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return asdict(self) | {"left": list(self.left), "notes": list(self.notes), "nbytes": self.nbytes}
 
 

@@ -1,8 +1,4 @@
-"""The conditions of the rules: small functions over one `Case`.
-
-Each yields the evidence that its rule applies, as lines, and nothing where the rule does not apply; a weight that all
-layers have takes one line. Each docstring says what the condition finds.
-"""
+"""The conditions of the rules: small functions over one `Case`."""
 
 from __future__ import annotations
 
@@ -82,7 +78,6 @@ def has_layout(layout: str) -> Condition:
 
 
 def anything(case: Case) -> Iterator[str]:
-    """Every case."""
     yield f"{case.target.engine} on {case.target.hardware.name}"
 
 
@@ -90,7 +85,6 @@ def anything(case: Case) -> Iterator[str]:
 
 
 def mixed_fused(case: Case) -> Iterator[str]:
-    """Parts of one fused layer, or experts of one layer, that are quantized differently."""
     groups: dict[str, list[Weight]] = {}
     for weight in case.subject.weights:
         groups.setdefault(serving_group(weight.module, case.subject.family), []).append(weight)
@@ -134,19 +128,16 @@ def ragged_inputs(case: Case) -> Iterator[str]:
 
 
 def not_whole_blocks_of_128_columns(case: Case) -> Iterator[str]:
-    """E4M3 in blocks whose scales do not cover 128 columns."""
     for weight in case.weights(Kind.OTHER):
         if weight.spec is not None and weight.spec.element is E4M3 and weight.spec.granularity.cols != _BLOCK_COLS:
             yield from named([weight], f": {weight.spec.granularity}")
 
 
 def weight_only_blocks(case: Case) -> Iterator[str]:
-    """E4M3 weights in blocks of 128x128 with inputs in 16 bits."""
     yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
 
 
 def dense_mxfp4(case: Case) -> Iterator[str]:
-    """A dense model that declares gpt-oss' quant_method mxfp4, which is for fused experts."""
     if case.subject.misnamed:
         yield "quant_method mxfp4 without *_blocks tensors"
 
@@ -170,25 +161,21 @@ def head_not_named(case: Case) -> Iterator[str]:
 
 
 def plain_head(case: Case) -> Iterator[str]:
-    """An unquantized lm_head with weights of its own, in a model whose other weights are quantized."""
     if case.subject.quantized:
         yield from named(w for w in case.subject.weights if w.leaf == _HEAD and w.spec is None)
 
 
 def kv_declared(case: Case) -> Iterator[str]:
-    """A KV cache that the checkpoint declares as quantized."""
     if case.subject.kv is not None:
         yield f"KV cache {case.subject.kv.element.name}"
 
 
 def kv_without_scales(case: Case) -> Iterator[str]:
-    """An FP8 KV cache that the checkpoint declares without scales."""
     if not case.subject.kv_scales:
         yield from (f"{line}, no k_scale or v_scale" for line in kv_declared(case))
 
 
 def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
-    """Attention heads whose size is not in `sizes`."""
     size = case.subject.head_size
     if size and size not in sizes:
         yield f"heads of {size}"
@@ -205,7 +192,6 @@ def _experts_fused_by_transformers(case: Case) -> Iterator[Weight]:
 
 
 def experts_in_blocks(case: Case) -> Iterator[str]:
-    """E4M3 experts whose scales are neither one per tensor nor one per channel."""
     for weight in _experts_fused_by_transformers(case):
         assert weight.spec is not None
         grid = weight.spec.granularity.scale_shape(weight.shape)
@@ -214,12 +200,10 @@ def experts_in_blocks(case: Case) -> Iterator[str]:
 
 
 def experts_with_global_scale(case: Case) -> Iterator[str]:
-    """NVFP4 experts."""
     yield from named(w for w in _experts_fused_by_transformers(case) if w.spec and w.spec.has_global_scale)
 
 
 def experts_of_several_elements(case: Case) -> Iterator[str]:
-    """Experts in several element formats, such as 4 and 8 bits."""
     experts = list(_experts_fused_by_transformers(case))
     if len({weight.spec.element for weight in experts if weight.spec is not None}) > 1:
         yield from named(experts)
@@ -230,13 +214,11 @@ def _single_experts(case: Case) -> Iterator[str]:
 
 
 def experts_that_vllm_reads_fused(case: Case) -> Iterator[str]:
-    """Single experts of a model whose experts vLLM reads only fused."""
     if not case.subject.family.servers_read_single:
         yield from _single_experts(case)
 
 
 def experts_that_transformers_reads_fused(case: Case) -> Iterator[str]:
-    """Single experts of a model whose experts transformers reads only fused."""
     experts = list(_single_experts(case))
     if experts and not _transformers_reads_single(case):  # which imports torch
         yield from experts
@@ -256,7 +238,6 @@ def unlisted_experts(case: Case) -> Iterator[str]:
 
 
 def experts_taken_for_mxfp4(case: Case) -> Iterator[str]:
-    """Experts in E4M3, in a model whose config must say so with ``expert_dtype`` and does not."""
     if case.subject.family.states_expert_dtype and case.subject.config.get("expert_dtype") != "fp8":
         yield from weights(layout=fp8.NAME, experts=True, element=E4M3)(case)
 
@@ -274,7 +255,6 @@ def indexer(case: Case) -> Iterator[str]:
 
 
 def indexer_scores(case: Case) -> Iterator[str]:
-    """The scores of the indexer of sparse attention."""
     yield from named(w for w in case.subject.quantized if _INDEXER in w.module and w.leaf == _SCORES)
 
 
@@ -293,7 +273,6 @@ def selective_state_space(case: Case) -> Iterator[str]:
 
 
 def routers(case: Case, *, except_types: Collection[str]) -> Iterator[str]:
-    """Routers of mixtures and gates of shared experts."""
     for weight in case.subject.quantized:
         info = TensorInfo(f"{weight.module}.weight", "BF16", weight.shape, "", 0, 0)
         if role_of(info, case.subject.family) is not Role.ROUTER:
@@ -322,33 +301,28 @@ def _cols_per_gpu(case: Case, weight: Weight) -> int:
 
 
 def several_gpus(case: Case) -> Iterator[str]:
-    """Tensor parallelism."""
     if case.tp > 1:
         yield f"--tp {case.tp}"
 
 
 def uneven_heads(case: Case) -> Iterator[str]:
-    """A number of attention heads that is no multiple of the number of GPUs."""
     if case.subject.heads % case.tp:
         yield f"{case.subject.heads} attention heads over {case.tp} GPUs"
 
 
 def uneven_kv_heads(case: Case) -> Iterator[str]:
-    """A number of key-value heads that neither divides the number of GPUs nor is a multiple of it."""
     heads = case.subject.kv_heads
     if heads and heads % case.tp and case.tp % heads:
         yield f"{heads} heads of keys and values over {case.tp} GPUs"
 
 
 def copied_kv_heads(case: Case) -> Iterator[str]:
-    """Fewer key-value heads than GPUs, so that several GPUs hold copies of one head."""
     heads = case.subject.kv_heads
     if heads and heads < case.tp and case.tp % heads == 0:
         yield f"{heads} heads of keys and values: each is on {case.tp // heads} of {case.tp} GPUs"
 
 
 def uneven_matrices(case: Case) -> Iterator[str]:
-    """Matrices whose divided side is no multiple of the number of GPUs."""
     for weight in case.subject.weights:
         side = weight.shape[1] if _is_row_parallel(weight) else weight.shape[0]
         if weight.leaf not in (*_KEY_VALUE, *_REPLICATED, _HEAD) and side % case.tp:
@@ -356,14 +330,12 @@ def uneven_matrices(case: Case) -> Iterator[str]:
 
 
 def uneven_anything(case: Case) -> Iterator[str]:
-    """Heads or matrices that the GPUs cannot share evenly."""
     yield from uneven_heads(case)
     yield from uneven_kv_heads(case)
     yield from uneven_matrices(case)
 
 
 def broken_blocks(case: Case) -> Iterator[str]:
-    """Blocks of 128x128 that end inside another part of a fused layer, or on another GPU."""
     for weight in case.weights(experts=False):
         if weight.spec is None or weight.spec.granularity != BLOCK_128:
             continue
@@ -389,7 +361,6 @@ def _rows_of_parts(case: Case, weight: Weight) -> tuple[int, ...]:
 
 
 def broken_expert_blocks(case: Case) -> Iterator[str]:
-    """Experts whose inner size on a GPU is no multiple of the block size."""
     for weight in case.weights(experts=True):
         if weight.spec is None or weight.spec.granularity != BLOCK_128:
             continue
@@ -399,7 +370,6 @@ def broken_expert_blocks(case: Case) -> Iterator[str]:
 
 
 def broken_groups(case: Case) -> Iterator[str]:
-    """Groups of 32 or 16 columns that two GPUs would share."""
     for weight in case.weights(*MXFP4_KINDS, *MXFP8_KINDS, Kind.NVFP4, Kind.NVFP4_W4A4):
         if weight.spec is None or case.tp == 1 or not _is_row_parallel(weight):
             continue
@@ -413,14 +383,12 @@ def broken_groups(case: Case) -> Iterator[str]:
 
 
 def not_native(case: Case) -> Iterator[str]:
-    """Models whose text model neither the native decoder nor the GPU decoder covers."""
     reason = _why_not_native(case)
     if reason:
         yield re.sub(r"^(its|it is|it) ", "", reason)
 
 
 def only_text(case: Case) -> Iterator[str]:
-    """Models with a text model that the decoders run, beside parts that they do not."""
     from minifloat.model.architecture.roles import has_towers
 
     outer = case.subject.outer_type

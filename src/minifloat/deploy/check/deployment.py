@@ -98,7 +98,6 @@ class EngineVerdict:
         return f"{ENGINES[self.engine]}: {'; '.join(clauses)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
         return values | {"version": ENGINES[self.engine]}
 

@@ -1,9 +1,4 @@
-"""Which kernel an engine chooses for a linear: the name that a server's log should show.
-
-Sources: vLLM's lists of kernels in their order (`model_executor/kernels/linear/__init__.py` of 0.32.0; FlashInfer,
-DeepGEMM and Humming where they are installed, as in its images) and SGLang's schemes. Experts have kernels of their
-own, which are not listed. A row with `confirmed` was confirmed by loading a checkpoint.
-"""
+"""Which kernel an engine chooses for a linear: the name that a server's log should show."""
 
 from __future__ import annotations
 
@@ -17,11 +12,7 @@ from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
 
 @dataclass(frozen=True)
 class EngineKernel:
-    """The kernel that an engine chooses for linears of some kinds.
-
-    Attributes:
-        layout: Layout of the checkpoint; None: every layout that the engine reads.
-    """
+    """The kernel that an engine chooses for linears of some kinds."""
 
     engine: str
     hardware: tuple[str, ...]
@@ -29,7 +20,7 @@ class EngineKernel:
     name: str
     computes: str
     confirmed: bool = False
-    layout: str | None = None
+    layout: str | None = None  # layout of the checkpoint; None: every layout that the engine reads
 
 
 _CT, _FP8, _GPT_OSS = compressed_tensors.NAME, fp8.NAME, gpt_oss.NAME

@@ -1,8 +1,4 @@
-"""`check_checkpoint`: whether an engine will load a checkpoint on a machine, with which kernels, and what goes wrong.
-
-Only headers and config are read and no engine is started, so the answer takes as long as opening the files. For a model
-that is not quantized yet, the checkpoint that `quantize` would write is judged, from the same plan.
-"""
+"""`check_checkpoint`: whether an engine loads a checkpoint on a machine, with which kernels, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -52,7 +48,6 @@ class CheckReport(ShortReport):
     findings: tuple[Finding, ...]
 
     def headline(self) -> dict[str, str]:
-        """Return the first things to know, for `ShortReport`."""
         return {
             "model": self.model,
             "engine": f"{ENGINES[self.target.engine]} on {self.target.hardware.name}",
@@ -62,7 +57,6 @@ class CheckReport(ShortReport):
 
     @property
     def verdict(self) -> LoadVerdict:
-        """The worst verdict of the findings."""
         return max(
             (finding.verdict for finding in self.findings), key=lambda verdict: verdict.rank, default=LoadVerdict.LOADS
         )
@@ -95,7 +89,6 @@ class CheckReport(ShortReport):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return {
             "model": self.model,
             "scheme": self.scheme,

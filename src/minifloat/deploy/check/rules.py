@@ -1,10 +1,6 @@
 """The rules about checkpoints that an engine refuses, degrades or answers wrongly, as one table, and how they apply.
 
-A rule is here because the engine's code or a thread of its maintainers says so (`source`), and where the engine could
-be run, because the behaviour was observed (`seen`). Several engines may share a rule. A weight that neither a rule nor
-a row of `engine_kernels.KERNELS` covers is reported as not known. To follow a newer version of an engine, read its
-sources again and change `target.ENGINES`. Left out: memory (`plan` counts it), speed beyond "slower than expected", and
-models that an engine does not implement.
+To follow a newer version of an engine, read its sources again and change `target.ENGINES`.
 """
 
 from __future__ import annotations
@@ -250,9 +246,7 @@ RULES: tuple[LoadingRule, ...] = (
         source="models/deepseek_v2.py: Indexer.wk_weights_proj, _try_load_fp8_indexer_wk",
     ),
     rule("vllm-mtp-projection", VLLM, ALL, DEGRADED, _drafts("eh_proj", "mtp_linear_proj", "input_proj")).because(
-        _NO_DRAFTS,
-        cure=_KEEP,
-        source="models/deepseek_mtp.py, glm4_moe_mtp.py, ernie_mtp.py, mimo_mtp.py: nn.Linear",
+        _NO_DRAFTS, cure=_KEEP, source="models/deepseek_mtp.py, glm4_moe_mtp.py, ernie_mtp.py, mimo_mtp.py: nn.Linear"
     ),
     rule("vllm-mamba-1", VLLM, ALL, REFUSED, when.selective_state_space).because(
         f"the projections of Mamba layers of the first kind {_NO_PLACE}",
@@ -335,13 +329,7 @@ RULES: tuple[LoadingRule, ...] = (
         source="quantization/mxfp4.py: Mxfp4Config.get_quant_method, linears are left unquantized",
         seen=_VLLM_CPU,
     ),
-    rule(
-        "vllm-ampere-weight-only",
-        VLLM,
-        BEFORE_ADA,
-        DEGRADED,
-        weights(*_FP8_INPUTS),
-    ).because(
+    rule("vllm-ampere-weight-only", VLLM, BEFORE_ADA, DEGRADED, weights(*_FP8_INPUTS)).because(
         "no FP8 arithmetic before Ada: it runs weight-only, with 16-bit inputs; memory is saved, large batches are "
         "not faster than BF16",
         source="compressed_tensors_w8a8_fp8.py: get_min_capability is 89; below, Marlin or Humming",
@@ -362,13 +350,7 @@ RULES: tuple[LoadingRule, ...] = (
         cure="compare the model with --scheme mxfp4-w4a4, or start vLLM with --linear-backend marlin",
         source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
     ),
-    rule(
-        "vllm-mx-before-blackwell",
-        VLLM,
-        BEFORE_BLACKWELL,
-        DEGRADED,
-        weights(*_MX_INPUTS, layout=CT),
-    ).because(
+    rule("vllm-mx-before-blackwell", VLLM, BEFORE_BLACKWELL, DEGRADED, weights(*_MX_INPUTS, layout=CT)).because(
         "no MX arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
         source=f"{_VLLM_KERNELS}: _POSSIBLE_MXFP4_KERNELS and _POSSIBLE_MXFP8_KERNELS; Marlin is what is left",
     ),
@@ -397,13 +379,7 @@ RULES: tuple[LoadingRule, ...] = (
         source=f"vLLM: compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method; SGLang: {_SGLANG_SCHEMES}: "
         "get_moe_scheme",
     ),
-    rule(
-        "vllm-single-experts",
-        VLLM,
-        ALL,
-        REFUSED,
-        when.experts_that_vllm_reads_fused,
-    ).because(
+    rule("vllm-single-experts", VLLM, ALL, REFUSED, when.experts_that_vllm_reads_fused).because(
         "vLLM reads the experts of this model only fused, as the unquantized checkpoint stores them",
         cure="keep the experts in 16 bits: --exclude '\\.experts\\.', or serve it with minifloat",
         source="models/aria.py, models/gpt_oss.py: load_weights maps no single experts",
@@ -465,13 +441,7 @@ RULES: tuple[LoadingRule, ...] = (
         cure="try it with a small model",
         source="not read",
     ),
-    rule(
-        "sglang-mxfp4-inputs",
-        SGLANG,
-        GPUS,
-        UNKNOWN,
-        _linears(*_MXFP4_INPUTS),
-    ).because(
+    rule("sglang-mxfp4-inputs", SGLANG, GPUS, UNKNOWN, _linears(*_MXFP4_INPUTS)).because(
         "it is not known how SGLang loads MXFP4 linears with quantized inputs",
         cure="try it with a small model, or quantize with --scheme mxfp4",
         source="not read",
@@ -497,9 +467,7 @@ RULES: tuple[LoadingRule, ...] = (
         source="serve/engine/device",
     ),
     rule("minifloat-one-process", MINIFLOAT, ALL, REFUSED, when.several_gpus).because(
-        "minifloat does not share a model between processes",
-        cure="--tp 1, or --engine vllm",
-        source="minifloat serve",
+        "minifloat does not share a model between processes", cure="--tp 1, or --engine vllm", source="minifloat serve"
     ),
     rule("minifloat-dense-mxfp4", MINIFLOAT, ALL, REFUSED, when.dense_mxfp4).because(
         "quant_method mxfp4 is for gpt-oss' fused experts, and there are none",
@@ -513,9 +481,7 @@ RULES: tuple[LoadingRule, ...] = (
         seen="minifloat.Engine",
     ),
     rule("minifloat-text-only", MINIFLOAT, (*CPUS, *NVIDIA), LOADS, when.only_text).because(
-        TEXT_ONLY,
-        source="architecture/roles.py",
-        seen="minifloat.Engine",
+        TEXT_ONLY, source="architecture/roles.py", seen="minifloat.Engine"
     ),
     rule("minifloat-kv-scales-missing", MINIFLOAT, (*CPUS, *NVIDIA), LOADS, when.kv_without_scales).because(
         "an FP8 KV cache is declared without scales: the cache stays BF16, with a warning",
@@ -564,25 +530,13 @@ RULES: tuple[LoadingRule, ...] = (
         source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING has no modelopt",
         seen=_TRANSFORMERS_CPU,
     ),
-    rule(
-        "transformers-fp8-per-tensor",
-        TRANSFORMERS,
-        CPUS,
-        REFUSED,
-        weights(*_PER_TENSOR, layout=FP8),
-    ).because(
+    rule("transformers-fp8-per-tensor", TRANSFORMERS, CPUS, REFUSED, weights(*_PER_TENSOR, layout=FP8)).because(
         "transformers expects the scales under other names: codes stay undecoded, and the first forward pass fails",
         cure="use compressed-tensors: --scheme fp8-static",
         source="integrations/finegrained_fp8.py names the scales weight_scale_inv and activation_scale",
         seen=_TRANSFORMERS_CPU,
     ),
-    rule(
-        "transformers-partial-blocks-misread",
-        TRANSFORMERS,
-        WITHOUT_FP8,
-        WRONG,
-        when.misread_blocks,
-    ).because(
+    rule("transformers-partial-blocks-misread", TRANSFORMERS, WITHOUT_FP8, WRONG, when.misread_blocks).because(
         "blocks at the edge are partial, and the block size is guessed from the shapes: weights are scaled wrongly",
         cure="use compressed-tensors; minifloat quantize --layout fp8 does not write such weights",
         source="integrations/finegrained_fp8.py: Fp8Dequantize divides the shape of a weight by that of its scales",
@@ -600,13 +554,7 @@ RULES: tuple[LoadingRule, ...] = (
         source="compressed-tensors: quantization/lifecycle/forward.py splits inputs into whole groups",
         seen=_TRANSFORMERS_CPU,
     ),
-    rule(
-        "transformers-single-experts",
-        TRANSFORMERS,
-        ALL,
-        WRONG,
-        when.experts_that_transformers_reads_fused,
-    ).because(
+    rule("transformers-single-experts", TRANSFORMERS, ALL, WRONG, when.experts_that_transformers_reads_fused).because(
         "experts are stored one by one, as servers read them, and transformers knows only fused experts of this "
         "model: it starts with random ones, with a warning",
         cure="load it with minifloat.load, serve it with minifloat or vLLM, or convert it with --dequantize",

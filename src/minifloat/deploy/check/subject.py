@@ -1,8 +1,4 @@
-"""The input of the rules: a checkpoint, or a plan to write one, reduced to what decides whether an engine loads it.
-
-It is read from headers and config alone. A dense model that declares quant_method `mxfp4` is described too: our own
-reader refuses it, but `check` must judge it.
-"""
+"""The input of the rules: a checkpoint, or a plan to write one, reduced to what decides whether an engine loads it."""
 
 from __future__ import annotations
 
@@ -81,17 +77,12 @@ def kind_of(spec: WeightSpec, activation: ActivationSpec | None) -> Kind:
 
 @dataclass(frozen=True)
 class Weight:
-    """A linear or an expert.
-
-    Attributes:
-        spec: How the weight is quantized; None: it is not quantized.
-        activation: How its inputs are quantized; None: they are not quantized.
-    """
+    """A linear or an expert."""
 
     module: str
     shape: tuple[int, int]
-    spec: WeightSpec | None = None
-    activation: ActivationSpec | None = None
+    spec: WeightSpec | None = None  # how the weight is quantized; None: it is not quantized
+    activation: ActivationSpec | None = None  # how its inputs are quantized; None: they are not quantized
 
     @property
     def kind(self) -> Kind | None:
@@ -111,20 +102,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint that is judged.
+    """A checkpoint that is judged."""
 
-    Attributes:
-        layout: Name by `minifloat.model.layouts.describe`; None for a model that is not quantized.
-        kv: How the checkpoint declares the KV cache to be quantized; None: it does not.
-    """
-
-    layout: str | None
+    layout: str | None  # name by `minifloat.model.layouts.describe`; None for a model that is not quantized
     model_type: str
     heads: int
     kv_heads: int
     config: Mapping[str, Any]
     weights: tuple[Weight, ...]
-    kv: KVSpec | None = None
+    kv: KVSpec | None = None  # how the checkpoint declares the KV cache to be quantized; None: it does not
     kv_scales: bool = False
     misnamed: bool = False
     outer_type: str = ""
@@ -139,7 +125,6 @@ class Subject:
 
     @property
     def quantized(self) -> tuple[Weight, ...]:
-        """The quantized weights."""
         return tuple(weight for weight in self.weights if weight.spec is not None)
 
     @property
@@ -203,7 +188,6 @@ class Case:
 
     @property
     def tp(self) -> int:
-        """GPUs that share every matrix."""
         return self.target.tp
 
     def weights(self, *kinds: Kind, experts: bool | None = None) -> tuple[Weight, ...]:

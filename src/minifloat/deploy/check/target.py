@@ -1,7 +1,4 @@
-"""`Target`: the engine, the kind of machine and the number of GPUs that a checkpoint is judged for.
-
-The groups of machines are those that rules name.
-"""
+"""`Target`: the engine, the kind of machine and the number of GPUs that a checkpoint is judged for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the plugin for vLLM (`minifloat.serve.vllm_plugin`) was tested with, and what it computes; imports no vLLM.
-
-The plugin refuses every other version of vLLM, because it fills tables that vLLM does not document as an interface.
-"""
+"""What the plugin for vLLM (`minifloat.serve.vllm_plugin`) was tested with, and what it computes; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ def is_tested(version: str) -> bool:
 
 
 def kernel_of(kind: Kind | None, layout: str | None) -> str | None:
-    """Return the name of the kernel for linears of a kind in a layout; None: the plugin has none.
-
-    In layout `fp8`, vLLM rounds fused weights with one scale again before it asks for a kernel, with an operator that
-    its build for CPUs lacks; blocks stay as they are.
-    """
+    """Return the name of the kernel for linears of a kind in a layout; None: the plugin has none."""
     if kind is None or (layout != compressed_tensors.NAME and (layout, kind) != (fp8.NAME, Kind.FP8_BLOCK)):
         return None
     return LINEAR_KERNELS.get(kind)

@@ -1,7 +1,4 @@
-"""`doctor`: what this machine and this installation have, what is missing, what that costs, and what fits here.
-
-Every part is examined without starting an engine. Only the OpenMP runtime needs torch, which is imported for it.
-"""
+"""`doctor`: what this machine and this installation have, what is missing, what that costs, and what fits here."""
 
 from __future__ import annotations
 
@@ -59,7 +56,6 @@ class Diagnosis(ShortReport):
     advice: tuple[str, ...]
 
     def headline(self) -> dict[str, str]:
-        """Return the first things to know, for `ShortReport`."""
         return {
             "processor": f"{self.machine.processor}, {self.machine.cores} cores",
             "kernels": self.machine.instruction_set or "none",
@@ -69,7 +65,6 @@ class Diagnosis(ShortReport):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON values."""
         return asdict(self)
 
 

@@ -33,30 +33,22 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine has, of what matters to quantizing and serving.
-
-    Attributes:
-        cpu_quota: Processors' worth of time that control groups allow; None without a limit.
-        instruction_set: The one in use; None without the native library.
-        memory_free: Bytes that this process can still take.
-        memory_limit: Bytes that control groups allow; None without a limit.
-        huge_pages: "always", "madvise" or "never"; None where the system does not say.
-    """
+    """What a machine has, of what matters to quantizing and serving."""
 
     processor: str
     cores: int
-    cpu_quota: float | None
+    cpu_quota: float | None  # processors' worth of time that control groups allow; None without a limit
     threads: int
     openmp: tuple[str, ...]
     instruction_sets: tuple[str, ...]
-    instruction_set: str | None
+    instruction_set: str | None  # the one in use; None without the native library
     not_built: str
     kernels_missing: str
     memory: int
-    memory_free: int
-    memory_limit: int | None
+    memory_free: int  # bytes that this process can still take
+    memory_limit: int | None  # bytes that control groups allow; None without a limit
     disk_free: int
-    huge_pages: str | None
+    huge_pages: str | None  # "always", "madvise" or "never"; None where the system does not say
 
 
 def examine_machine() -> Machine:
@@ -121,17 +113,13 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
-
-    Attributes:
-        hardware: Its name for `check` and `plan`; None: the tables do not have it.
-    """
+    """One GPU."""
 
     name: str
     memory: int
     driver: str
     capability: str
-    hardware: str | None
+    hardware: str | None  # its name for `check` and `plan`; None: the tables do not have it
 
 
 def find_gpus(query: Sequence[str] = _QUERY) -> tuple[Gpu, ...]:

@@ -1,10 +1,4 @@
-"""Bytes and operations of the caches of a sequence: keys and values of every token, latents (MLA), and states.
-
-A layer with a sliding window keeps no more tokens than the window, in engines that free older tokens (vLLM, SGLang). A
-layer of linear attention or Mamba keeps a state whose size does not depend on the number of tokens. Left out: that
-engines allocate blocks of tokens, and the padding of heads that are not a multiple of 16 in our own engine. For full
-attention `kernels.decoder.KVCache` allocates the same number of bytes, which a test checks.
-"""
+"""Bytes and operations of the caches of a sequence: keys and values of every token, latents (MLA), and states."""
 
 from __future__ import annotations
 
@@ -22,16 +16,12 @@ STATE_OPERATIONS = 5
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """The KV cache of one layer.
-
-    Attributes:
-        window: Number of tokens that are kept; None: all, 0: none.
-    """
+    """The KV cache of one layer."""
 
     heads: int
     width: int
     operations: int
-    window: int | None = None
+    window: int | None = None  # number of tokens that are kept; None: all, 0: none
     state: int = 0
     state_operations: int = 0
 

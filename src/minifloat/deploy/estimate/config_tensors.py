@@ -1,9 +1,4 @@
-"""The tensors of a model, derived from its config alone, for folders without weights and for models yet to be made.
-
-The layouts of the native decoders name the parameters of most models, without torch. For every other architecture, and
-where names on disk are not those of the layout, transformers builds the model without weights (`meta_model`), which
-takes seconds. A test holds both to what transformers saves.
-"""
+"""The tensors of a model, derived from its config alone, for folders without weights and for models yet to be made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What `plan` says: the model and the hardware, then memory, speed, known losses, and the commands to run.
-
-Bytes are decimal (GB), as on data sheets.
-"""
+"""What `plan` says: the model and the hardware, then memory, speed, known losses, and the commands to run."""
 
 from __future__ import annotations
 

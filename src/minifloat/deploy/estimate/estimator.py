@@ -136,15 +136,11 @@ def _architecture(source: ModelSource) -> str:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """The model under one scheme.
-
-    Attributes:
-        scheme: The scheme; None: the model as it is.
-        weigh: Gives the bytes and multiplications of the weights, by the number of devices that share them.
-    """
+    """The model under one scheme."""
 
     name: str
-    scheme: Scheme | None
+    scheme: Scheme | None  # the scheme; None: the model as it is
+    # Gives the bytes and multiplications of the weights, by the number of devices that share them.
     weigh: Callable[[int], Weights]
     weights: Weights
     needs_quantize: bool
@@ -176,10 +172,7 @@ def _candidates(
 
 
 def _weigher(source: ModelSource, scheme: Scheme, request: _Request) -> Callable[[int], Weights]:
-    """Return what weighs the weights as `quantize` writes them, for a number of devices.
-
-    The weights include the static scales of inputs and of an FP8 KV cache.
-    """
+    """Return what weighs the weights as `quantize` writes them, for a number of devices."""
     writer = choose_writer(None, source.config, scheme)
     plan = make_plan(source, scheme, writer)
     kv = KVSpec(E4M3, TENSOR) if request.element is E4M3 else None

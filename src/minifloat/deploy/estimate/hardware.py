@@ -1,9 +1,4 @@
-"""The machines that `plan` and `check` know: memory, bandwidth, peaks, and generation of processor.
-
-Memory, bandwidth and peaks are those of the vendors' data sheets, for dense matrices: sheets print twice as much with
-structured sparsity, which no layout here has. No kernel reaches a peak, so a bound from peaks is on the fast side.
-Memory is counted in 10^9 bytes, as sheets do; some devices have a few percent more. Links between devices are left out.
-"""
+"""The machines that `plan` and `check` know: memory, bandwidth, peaks, and generation of processor."""
 
 from __future__ import annotations
 
@@ -64,7 +59,6 @@ class Hardware:
         return {element: peak / self.bandwidth for element, peak in self.peaks.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name and the speeds as JSON values."""
         return {
             "name": self.name,
             "title": self.title,
@@ -145,10 +139,7 @@ def get_hardware(name: str, *, bandwidth: float | None = None, peak: float | Non
 
 
 def _this_machine(bandwidth: float | None, peak: float | None) -> Hardware:
-    """Return this machine; its only peak is that of BF16, because our CPU kernels decode weights to BF16 or float32.
-
-    The measured peak is the rate of a product of BF16 matrices that lie in the caches.
-    """
+    """Return this machine; its only peak is that of BF16, because our CPU kernels decode weights to BF16 or float32."""
     threads = processors.available()
     measured = [name for name, value in (("bandwidth", bandwidth), ("peak", peak)) if value is None]
     given = [name for name in ("bandwidth", "peak") if name not in measured]

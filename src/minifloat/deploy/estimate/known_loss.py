@@ -1,9 +1,4 @@
-"""What is known of each scheme's loss: the rows of docs/results.md that were measured on one common text.
-
-The figures are of small models, with weights rounded to nearest, as `quantize` does by default. They order the schemes;
-the loss of another model on another text is measured by `compare`. A scheme without a row was not measured. A test
-holds each row against the section of docs/results.md that it names.
-"""
+"""What is known of each scheme's loss: the rows of docs/results.md that were measured on one common text."""
 
 from __future__ import annotations
 
@@ -27,16 +22,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class KnownLoss:
-    """The loss of one scheme, as it was measured on one model and one text.
-
-    Attributes:
-        kl: Mean KL divergence in nats per token; None: not measured.
-    """
+    """The loss of one scheme, as it was measured on one model and one text."""
 
     scheme: str
     model: str
     ppl_increase: Measured
-    kl: Measured | None
+    kl: Measured | None  # mean KL divergence in nats per token; None: not measured
     section: str
     text: str = "alice.txt"
     date: str = "2026-11-22"

@@ -1,13 +1,4 @@
-"""Whether a model fits: weights, KV cache and activations of one device against its memory.
-
-Weights and caches are counted; activations are an estimate, since engines differ. For the tokens of one step it is
-
-    tokens x (2 hidden + (heads + 2 kv_heads) head_dim / gpus + 2 inner / gpus) x 2 bytes  +  batch x vocab x 4 bytes
-
-that is, the residual stream twice, queries, keys and values, both halves of the gated MLP (of all experts that a token
-visits), and float32 logits. A step has `STEP_TOKENS` tokens during chunked prefill, or one token per sequence.
-Runtimes, graphs and fragmentation use the share of the memory that is kept free.
-"""
+"""Whether a model fits: weights, KV cache and activations of one device against its memory."""
 
 from __future__ import annotations
 
@@ -31,7 +22,8 @@ MOST_DEVICES = 64
 
 
 def activation_bytes(shape: ModelShape, context: int, batch: int, gpus: int) -> int:
-    """Return the estimated bytes of activations of a step on one device, by the formula of this module."""
+    """Return the estimated bytes of activations of a step on one device."""
+    # The residual stream twice; queries, keys and values; both halves of the gated MLP; float32 logits.
     tokens = max(batch, min(batch * context, STEP_TOKENS))
     heads = shape.heads // gpus + 2 * -(-shape.kv_heads // gpus)
     width = 2 * shape.hidden + heads * shape.query_dim + 2 * -(-shape.inner // gpus)

@@ -1,11 +1,4 @@
-"""What transformers builds from a config on the meta device: the tensors of a checkpoint, and the caches of a pass.
-
-No weight is allocated and no product is computed: meta tensors have shapes only. So this holds for every architecture
-that the installed transformers has, without a formula per family. Names are those of a saved checkpoint, by
-transformers' own tables of conversions. Code that comes with a checkpoint is never run.
-
-Left out: layers of multi-token prediction, which transformers does not build.
-"""
+"""What transformers builds from a config on the meta device: the tensors of a checkpoint, and the caches of a pass."""
 
 from __future__ import annotations
 
@@ -34,11 +27,7 @@ _KEYS_DIMENSIONS = 4  # [batch, heads, tokens, width]
 
 
 def meta_tensors(config: PreTrainedConfig, dtype: str, folder: Path) -> tuple[tuple[OutputTensor, ...], str]:
-    """Return the tensors of the checkpoint that transformers saves for a config.
-
-    Where a library that the towers of a multimodal model need is not installed, the tensors are those of its language
-    model.
-    """
+    """Return the tensors of the checkpoint that transformers saves for a config."""
     from transformers.core_model_loading import revert_weight_conversion
 
     note = ""

@@ -26,22 +26,16 @@ class CacheEstimate:
 
 @dataclass(frozen=True)
 class SchemeEstimate:
-    """The model under one scheme.
-
-    Attributes:
-        activations: Estimated bytes of activations on one device.
-        needed_gpus: Smallest number of devices that hold the batch, if it does not fit; None: it fits, or no
-            number that can share the model does, or the machine is a CPU.
-    """
+    """The model under one scheme."""
 
     scheme: str
     weights: int
     device_weights: int
     cache: int
-    activations: int
+    activations: int  # estimated bytes of activations on one device
     taken: int
     fits: bool
-    needed_gpus: int | None
+    needed_gpus: int | None  # smallest number that holds the batch, if these do not; None also where no number does
     largest_batch: int
     largest_batch_fp8: int
     largest_context: int
@@ -58,7 +52,6 @@ class SchemeEstimate:
         return next((kl.value for kl in values if kl is not None), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as JSON values."""
         values = {
             name: value.to_dict() if isinstance(value, Bound) else value
             for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
@@ -107,7 +100,6 @@ class ModelPlan(ShortReport):
     notes: tuple[str, ...]
 
     def headline(self) -> dict[str, str]:
-        """Return the first things to know, for `ShortReport`."""
         fitting = [plan.scheme for plan in self.schemes if plan.fits]
         return {
             "model": f"{self.path} ({self.architecture})",
@@ -134,7 +126,6 @@ class ModelPlan(ShortReport):
         return min(known, key=lambda pair: pair[0])[1] if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as JSON values."""
         fastest, least_loss = self.fastest, self.least_loss
         return {
             "path": self.path,

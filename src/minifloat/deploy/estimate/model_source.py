@@ -1,9 +1,4 @@
-"""`ModelSource`: the tensors of a model, from its headers, or from its config alone where there are no weights.
-
-Layers and experts repeat, and the plan of a tensor depends only on its role, shape and dtype. The first of the tensors
-whose names differ only by a number therefore represents all of them: a mixture of 45,000 tensors is planned as fast as
-a small model. Fused experts keep a row each, because their neighbours decide which of their sides are rows.
-"""
+"""`ModelSource`: the tensors of a model, from its headers, or from its config alone where there are no weights."""
 
 from __future__ import annotations
 
@@ -38,18 +33,14 @@ _MATRIX = 2
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as its headers or its config describe it.
-
-    Attributes:
-        quantization_config: How its weights are quantized; None for an unquantized model.
-        stored: The weights of a model that is already quantized; None: it is not quantized, or has no weights.
-    """
+    """A model as its headers or its config describe it."""
 
     path: Path
     config: Mapping[str, Any]
-    quantization_config: Mapping[str, Any] | None
+    quantization_config: Mapping[str, Any] | None  # how its weights are quantized; None for an unquantized model
     tensors: Mapping[str, TensorInfo]
     copies: Mapping[str, int]
+    # The weights of a model that is already quantized; None: it is not quantized, or has no weights.
     stored: QuantizedModel | None
     estimated: bool
     notes: tuple[str, ...] = ()
@@ -106,6 +97,8 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
 
 def _distinct(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
     """Return the first of each kind of repeated tensors by name, and the number of tensors of its kind."""
+    # So that a mixture of 45,000 tensors is planned as fast as a small model. Fused experts keep a row each, because
+    # their neighbours decide which of their sides are rows.
     first: dict[tuple[str, str, tuple[int, ...], bool], TensorInfo] = {}
     copies: Counter[str] = Counter()
     for info in tensors:

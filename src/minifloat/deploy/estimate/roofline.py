@@ -1,11 +1,4 @@
-"""The roofline: a step takes at least the time of its bytes at the bandwidth, and of its operations at the peak rate.
-
-Bytes and operations overlap at best, so the bound is the larger of the two. Intensity is operations per byte; at the
-ridge point of the hardware (peak over bandwidth) the two times are equal. Left out: launches and communication
-between devices. No kernel reaches either limit.
-
-Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009.
-"""
+"""The roofline (Williams et al., 2009): a step takes at least the time of its bytes, and of its operations."""
 
 from __future__ import annotations
 
@@ -30,11 +23,7 @@ def step_bytes(weights: float, batch: int, cache: float) -> float:
 
 
 def experts_read(experts: int, experts_per_token: int, tokens: int) -> float:
-    """Return the expected share of a layer's experts that a step reads, 0 .. 1.
-
-    The formula assumes that every token visits `experts_per_token` of `experts` with equal probability, independently
-    of other tokens. Real routers are less even, so that a step reads fewer experts.
-    """
+    """Return the expected share of a layer's experts that a step reads, 0 .. 1."""
     return 1.0 - (1.0 - experts_per_token / experts) ** tokens
 
 
@@ -49,30 +38,22 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time of a step.
-
-    Attributes:
-        memory_seconds: Time of its bytes at the bandwidth.
-        compute_seconds: Time of its operations at the peaks; None where the peaks are unknown.
-    """
+    """The least time of a step."""
 
     cost: StepCost
-    memory_seconds: float
-    compute_seconds: float | None
+    memory_seconds: float  # time of its bytes at the bandwidth
+    compute_seconds: float | None  # time of its operations at the peaks; None where the peaks are unknown
 
     @property
     def seconds(self) -> float:
-        """The least time: the larger of `memory_seconds` and `compute_seconds`."""
         return max(self.memory_seconds, self.compute_seconds or 0.0)
 
     @property
     def limit(self) -> str:
-        """``"memory"`` or ``"compute"``; at the ridge point, memory."""
         return "compute" if (self.compute_seconds or 0.0) > self.memory_seconds else "memory"
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
         return sum(self.cost.operations.values()) / self.cost.nbytes
 
     @property
@@ -84,7 +65,6 @@ class Bound:
 
     @property
     def throughput(self) -> float:
-        """Tokens per second."""
         return self.cost.tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,15 +91,9 @@ def bound(cost: StepCost, hardware: Hardware) -> Bound:
 
 
 def arithmetic(scheme: Scheme | None, hardware: Hardware) -> ElementFormat:
-    """Return the format in which a device multiplies the quantized weights of a scheme.
-
-    Where inputs are not quantized, or the hardware does not multiply their format, a weight-only kernel decodes the
-    weights and multiplies in BF16. Some engines choose a weight-only kernel even where the hardware could multiply in
-    FP8. MX formats are multiplied by machines that multiply FP4, E2M1 with E4M3 at the rate of E4M3; NVFP4 by those of
-    NVIDIA only.
-
-    Source: PTX ISA, `tcgen05.mma` with kinds mxf8f6f4 and mxf4nvf4; AMD CDNA 4 ISA, `V_MFMA_SCALE_F32_*_F8F6F4`.
-    """
+    """Return the format in which a device multiplies the quantized weights of a scheme."""
+    # MX formats are multiplied by machines that multiply FP4, E2M1 with E4M3 at the rate of E4M3; NVFP4 by NVIDIA's only
+    # (PTX ISA, `tcgen05.mma`; AMD CDNA 4 ISA, `V_MFMA_SCALE_F32_*_F8F6F4`).
     inputs = None if scheme is None else scheme.activation
     if scheme is None or inputs is None or inputs.element not in hardware.peaks:
         return BFLOAT16

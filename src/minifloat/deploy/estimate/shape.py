@@ -1,10 +1,4 @@
-"""`ModelShape`: a model's sizes from its config, which the arithmetic of caches, activations and experts needs.
-
-The shapes of weights come from the headers, or from the config if there are no weights. The config adds heads, windows,
-and the number of experts that a token visits. For the model types of `KNOWN_TYPES` a complete config.json is enough.
-For others transformers gives the fields that a config.json leaves out, and a pass without weights gives the caches
-(`meta_model`). What neither tells is not counted, and `ModelShape.notes` says so.
-"""
+"""`ModelShape`: a model's sizes from its config, which the arithmetic of caches, activations and experts needs."""
 
 from __future__ import annotations
 
@@ -40,18 +34,14 @@ _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3"})
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder.
-
-    Attributes:
-        positions: Tokens of the longest sequence; None: the config does not say.
-    """
+    """Sizes of a decoder."""
 
     hidden: int
     heads: int
     query_dim: int
     inner: int
     vocab: int
-    positions: int | None
+    positions: int | None  # tokens of the longest sequence; None: the config does not say
     experts: int
     experts_per_token: int
     cache: tuple[CacheLayer, ...]

@@ -1,11 +1,6 @@
 """Bytes and multiplications of a model's weights, on one of the devices that share them.
 
-Tensor parallelism follows vLLM and SGLang, and those Megatron: weights that read the residual stream (q, k, v, gate,
-up) are divided by rows, weights that write to it (o, down) by columns, embedding and lm_head by tokens. Norms, routers,
-the down-projections of MLA and weights with unknown names are copied to every device; key-value heads are divided until
-every device has one head, then copied. A divided weight is counted as a weight of its divided shape, with its scales.
-
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+Tensor parallelism is that of vLLM and SGLang (Megatron: Shoeybi et al., 2019, section 3).
 """
 
 from __future__ import annotations
@@ -36,17 +31,12 @@ _MULTIPLIES = (Role.LINEAR, Role.EXPERTS, Role.LM_HEAD, Role.ROUTER, Role.UNQUAN
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a model's weights under one scheme, and their multiplications: elements of matrices, per token.
-
-    Attributes:
-        fixed: The bytes of `device` that every decode step reads; lookup tables are not among them.
-        routed: The bytes of `device` that belong to routed experts.
-    """
+    """Bytes of a model's weights under one scheme, and their multiplications: elements of matrices, per token."""
 
     total: int = 0
     device: int = 0
-    fixed: int = 0
-    routed: int = 0
+    fixed: int = 0  # the bytes of `device` that every decode step reads; lookup tables are not among them
+    routed: int = 0  # the bytes of `device` that belong to routed experts
     quantized: int = 0
     quantized_routed: int = 0
     plain: int = 0
