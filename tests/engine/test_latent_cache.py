@@ -12,8 +12,7 @@ import torch
 from native_cases import VOCAB, config_of, model_of, quantizable_sizes, write
 from safetensors.torch import load_file, save_file
 
-from minifloat.deploy.estimate.cache import cache_bytes
-from minifloat.deploy.estimate.shape import model_shape
+from minifloat.deploy.estimate.shape import cache_bytes, model_shape
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.model.architecture.decoder import decoder_layout, why_not_on_device

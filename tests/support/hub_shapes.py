@@ -23,7 +23,7 @@ from hub_configs import HUB_CONFIGS
 
 from minifloat import Engine, EngineOptions, LoadOptions, load
 from minifloat.checkpoint import Checkpoint, OutputTensor
-from minifloat.deploy.estimate.config_tensors import tensors_of
+from minifloat.deploy.estimate.model_source import tensors_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "storybook-4m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -14,8 +14,8 @@ from minifloat.checkpoint.files import list_folder, resolve_inside, storage_erro
 from minifloat.checkpoint.hub import Origin, first_line, hub_errors, is_hub_id
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.checkpoint.rewrite import CARD_FILE, REPORT_FILE
-from minifloat.deploy.check.deployment import check_everywhere
 from minifloat.deploy.check.document import DEPLOYMENT, deployment_section
+from minifloat.deploy.check.judge import check_everywhere
 from minifloat.deploy.check.subject import Subject
 from minifloat.deploy.options import PushOptions
 from minifloat.errors import CheckpointError, HubError, UnsafeFileError, UsageError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import parse_object, read_small, resolve_folder, written_whole
 from minifloat.checkpoint.rewrite import REPORT_FILE
-from minifloat.deploy.check.deployment import Reports, check_everywhere, engine_verdicts
 from minifloat.deploy.check.document import engines_section
+from minifloat.deploy.check.judge import Reports, check_everywhere, engine_verdicts
 from minifloat.deploy.check.subject import Subject
 from minifloat.errors import CheckpointError
 from minifloat.quantize import document as quantize_document

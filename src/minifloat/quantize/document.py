@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_name, origin_of
-from minifloat.deploy.check.deployment import Reports, engine_tags, library_name
 from minifloat.deploy.check.document import MODEL, deployment_section, verdict_section
+from minifloat.deploy.check.judge import Reports, engine_tags, library_name
 from minifloat.model.plan.tensor_plan import QuantizedShare
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.quantize.convert.document import outcome_lines

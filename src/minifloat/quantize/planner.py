@@ -17,17 +17,18 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import is_hub_id, model_folder
 from minifloat.checkpoint.rewrite import refuse_inside
 from minifloat.checkpoint.writer import CheckpointWriter
-from minifloat.deploy.check.deployment import (
+from minifloat.deploy.check.document import MODEL
+from minifloat.deploy.check.judge import (
+    CheckReport,
     EngineVerdict,
     Reports,
     check_everywhere,
     engine_verdicts,
+    judge,
     others_that_load,
     short_name,
     verdicts_of,
 )
-from minifloat.deploy.check.document import MODEL
-from minifloat.deploy.check.judge import CheckReport, judge
 from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import Target
 from minifloat.errors import TensorError, UsageError

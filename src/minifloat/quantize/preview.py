@@ -10,7 +10,7 @@ from typing import Any
 
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
-from minifloat.deploy.check.deployment import EngineVerdict
+from minifloat.deploy.check.judge import EngineVerdict
 from minifloat.errors import UsageError
 from minifloat.model.architecture.families import unknown_family_notes
 from minifloat.model.plan.tensor_plan import QuantizationPlan, QuantizedShare

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.checkpoint.schema import Check, exact_fields, list_of, natural, number, or_null, text
-from minifloat.deploy.check.deployment import EngineVerdict
+from minifloat.deploy.check.judge import EngineVerdict
 from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.plan.tensor_plan import Part, QuantizedShare, TensorPlan
 from minifloat.numerics.cast_stats import CastStats

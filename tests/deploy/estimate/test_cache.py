@@ -8,15 +8,16 @@ import pytest
 from model_configs import LLAMA_70B
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.deploy.estimate.cache import (
+from minifloat.deploy.estimate.shape import (
     ENGINE_BLOCK,
     CacheLayer,
+    ModelShape,
     attention_operations,
     cache_bytes,
+    model_shape,
     prefill_operations,
     state_bytes,
 )
-from minifloat.deploy.estimate.shape import ModelShape, model_shape
 from minifloat.errors import ConfigError
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
 from minifloat.numerics.formats import BFLOAT16, E4M3, ElementFormat

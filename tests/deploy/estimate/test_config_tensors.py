@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.deploy.estimate.config_tensors import tensors_of
+from minifloat.deploy.estimate.model_source import tensors_of
 
 _WIDE = {"head_dim": 16, "vocab_size": 288, "sliding_window": 32}
 _QWEN_MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 4}

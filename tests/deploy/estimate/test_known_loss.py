@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minifloat.deploy.estimate.known_loss import MEASURED_MODELS, KnownLoss, known_losses
+from minifloat.deploy.estimate.model_plan import MEASURED_MODELS, KnownLoss, known_losses
 from minifloat.numerics.scheme import SCHEMES
 
 RESULTS = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")

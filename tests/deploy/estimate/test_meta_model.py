@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from minifloat import load
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.estimate import PlanOptions, plan_model
-from minifloat.deploy.estimate.cache import cache_bytes, state_bytes
-from minifloat.deploy.estimate.config_tensors import tensors_of
-from minifloat.deploy.estimate.shape import model_shape
+from minifloat.deploy.estimate.model_source import tensors_of
+from minifloat.deploy.estimate.shape import cache_bytes, model_shape, state_bytes
 from minifloat.errors import ConfigError
 from minifloat.numerics.formats import BFLOAT16
 from minifloat.quantize.job import quantize_checkpoint

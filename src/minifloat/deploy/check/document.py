@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from minifloat.deploy.check.deployment import EngineVerdict, Reports, loads_in
-from minifloat.deploy.check.judge import CheckReport
+from minifloat.deploy.check.judge import CheckReport, EngineVerdict, Reports, loads_in
 from minifloat.deploy.check.rules import Finding, LoadVerdict
 from minifloat.deploy.check.target import ENGINES
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE

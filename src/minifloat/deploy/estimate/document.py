@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from minifloat.deploy.estimate.hardware import CPU, Hardware
-from minifloat.deploy.estimate.known_loss import MEASURED_MODELS, KnownLoss, Measured
-from minifloat.deploy.estimate.memory import MOST_DEVICES
-from minifloat.deploy.estimate.model_plan import ModelPlan, SchemeEstimate
+from minifloat.deploy.estimate.model_plan import MEASURED_MODELS, KnownLoss, Measured, ModelPlan, SchemeEstimate
 from minifloat.deploy.estimate.roofline import Bound
+from minifloat.deploy.estimate.weights import MOST_DEVICES
 from minifloat.model.plan.overrides import KEEP
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.report.document import Bullets, Code, Column, Document, Section, Table, Text, columns, section

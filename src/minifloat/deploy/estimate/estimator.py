@@ -8,15 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from minifloat.deploy.estimate.cache import ENGINE_BLOCK, cache_bytes, state_bytes
 from minifloat.deploy.estimate.hardware import CPU, Hardware, get_hardware
-from minifloat.deploy.estimate.known_loss import known_losses
-from minifloat.deploy.estimate.memory import STEP_TOKENS, DeviceMemory, activation_bytes, devices_needed
-from minifloat.deploy.estimate.model_plan import CacheEstimate, ModelPlan, SchemeEstimate
+from minifloat.deploy.estimate.model_plan import CacheEstimate, ModelPlan, SchemeEstimate, known_losses
 from minifloat.deploy.estimate.model_source import ModelSource, open_source
 from minifloat.deploy.estimate.roofline import Bound, arithmetic, bound, decode_cost, prefill_cost
-from minifloat.deploy.estimate.shape import ModelShape, model_shape
-from minifloat.deploy.estimate.weights import Weights, check_parallel, count, weigh
+from minifloat.deploy.estimate.shape import ENGINE_BLOCK, ModelShape, cache_bytes, model_shape, state_bytes
+from minifloat.deploy.estimate.weights import (
+    STEP_TOKENS,
+    DeviceMemory,
+    Weights,
+    activation_bytes,
+    check_parallel,
+    count,
+    devices_needed,
+    weigh,
+)
 from minifloat.deploy.options import PlanOptions
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.layouts import choose_writer, compressed_tensors

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.deploy.estimate.cache import attention_operations, cache_bytes, prefill_operations, state_bytes
 from minifloat.deploy.estimate.hardware import Hardware
-from minifloat.deploy.estimate.shape import ModelShape
+from minifloat.deploy.estimate.shape import (
+    ModelShape,
+    attention_operations,
+    cache_bytes,
+    prefill_operations,
+    state_bytes,
+)
 from minifloat.deploy.estimate.weights import Weights
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import Scheme
@@ -92,7 +97,7 @@ def bound(cost: StepCost, hardware: Hardware) -> Bound:
 
 def arithmetic(scheme: Scheme | None, hardware: Hardware) -> ElementFormat:
     """Return the format in which a device multiplies the quantized weights of a scheme."""
-    # MX formats are multiplied by machines that multiply FP4, E2M1 with E4M3 at the rate of E4M3; NVFP4 by NVIDIA's only
+    # MX formats are multiplied by machines that multiply FP4, E2M1 with E4M3 at the rate of E4M3; NVFP4 by NVIDIA only
     # (PTX ISA, `tcgen05.mma`; AMD CDNA 4 ISA, `V_MFMA_SCALE_F32_*_F8F6F4`).
     inputs = None if scheme is None else scheme.activation
     if scheme is None or inputs is None or inputs.element not in hardware.peaks:

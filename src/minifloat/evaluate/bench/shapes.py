@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, CheckpointWriter, OutputTensor, encode_index
 from minifloat.checkpoint.files import storage_errors
-from minifloat.deploy.estimate.config_tensors import tensors_of
+from minifloat.deploy.estimate.model_source import tensors_of
 from minifloat.errors import lookup
 from minifloat.numerics.scheme import get_scheme
 

@@ -8,8 +8,8 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_name
 from minifloat.deploy.check import ENGINES
-from minifloat.deploy.check.deployment import Reports, engine_tags, library_name
 from minifloat.deploy.check.document import DEPLOYMENT, MODEL, deployment_section, verdict_section
+from minifloat.deploy.check.judge import Reports, engine_tags, library_name
 from minifloat.model.layouts import TARGETS
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.convert.plan import ConvertedTensor, ConvertReport

@@ -34,8 +34,8 @@ from minifloat.checkpoint.rewrite import (
     write_sidecars,
 )
 from minifloat.checkpoint.shard import ShardWriter
-from minifloat.deploy.check.deployment import Reports, engine_verdicts
 from minifloat.deploy.check.document import MODEL
+from minifloat.deploy.check.judge import Reports, engine_verdicts
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
 from minifloat.model.layouts.reading import widen

@@ -10,7 +10,7 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.schema import Check, exact_fields, natural, or_null, text
-from minifloat.deploy.check.deployment import EngineVerdict, Reports, check_everywhere, others_that_load, short_name
+from minifloat.deploy.check.judge import EngineVerdict, Reports, check_everywhere, others_that_load, short_name
 from minifloat.deploy.check.subject import Subject
 from minifloat.errors import ConversionError, UsageError, lookup
 from minifloat.model.architecture.families import family_of

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.deploy.check.deployment import check_everywhere, loads_in
-from minifloat.deploy.check.judge import judge
+from minifloat.deploy.check.judge import check_everywhere, judge, loads_in
 from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import ENGINES, Target
 from minifloat.errors import TensorError, UsageError
