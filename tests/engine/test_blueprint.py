@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.engine import Engine, EngineOptions, SamplingParams
-from minifloat.engine.blueprint import Blueprint, blueprint_of
-from minifloat.engine.rotary import rotary_frequencies
+from minifloat.engine.blueprint import Blueprint, blueprint_of, rotary_frequencies
 from minifloat.errors import CheckpointError, ConfigError, ShapeError, UnsupportedTensorError
 from minifloat.kernels.decoder_layout import ExpertsLayout, NotNative
 from minifloat.model.layouts import describe

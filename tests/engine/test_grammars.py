@@ -253,7 +253,7 @@ def test_a_grammar_that_answers_late_holds_up_no_other_sequence(
     known, steps = GrammarState.known, 0
     monkeypatch.setattr(GrammarState, "known", property(lambda self: steps % 3 == 0 and known.fget(self)))  # type: ignore[attr-defined]
     monkeypatch.setattr(GrammarState, "added", property(lambda self: False, lambda self, value: None), raising=False)
-    monkeypatch.setattr("minifloat.engine.sampling.state._GRAMMAR_SECONDS", 0.0)
+    monkeypatch.setattr("minifloat.engine.sampling._GRAMMAR_SECONDS", 0.0)
     engine.add(Request("late", engine.encode("x"), params))
     engine.add(Request("plain", engine.encode("y"), plain))
     texts = {"late": "", "plain": ""}

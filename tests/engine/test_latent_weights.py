@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifloat.engine.native.latent_weights import HeadWeights, head_formats, head_weights
+from minifloat.engine.latent_weights import HeadWeights, head_formats, head_weights
 from minifloat.kernels.pack import pack, why_not
 from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import GROUP_128, block_granularity

@@ -18,7 +18,7 @@ from native_cases import CASES, TOWERS, VOCAB, config_of, greedy, model_of, quan
 from minifloat.checkpoint import Checkpoint
 from minifloat.engine import Engine, EngineOptions, SamplingParams
 from minifloat.engine.blueprint import Blueprint, blueprint_of
-from minifloat.engine.native import build_native_decoder
+from minifloat.engine.native_decoder import build_native_decoder
 from minifloat.kernels.decoder import IMPLEMENTATIONS, Decoder
 from minifloat.model.architecture.decoder import NATIVE, NotNative, decoder_layout
 from minifloat.model.layouts import describe

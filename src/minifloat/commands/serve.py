@@ -12,8 +12,8 @@ from minifloat.commands.options import MODEL, SPECULATE, env_option
 from minifloat.commands.options_from import GroupedCommand, build, options_from
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
+from minifloat.serve import vllm_options as vllm
 from minifloat.serve.server.settings import ServerSettings
-from minifloat.serve.vllm import options as vllm
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -73,7 +73,7 @@ def _stated(*sources: ParameterSource) -> dict[str, str]:
 
 def _serve_with_vllm(model: str, arguments: tuple[str, ...], values: dict[str, Any]) -> None:
     from minifloat.serve.server.settings import collect_api_keys
-    from minifloat.serve.vllm.start import command_text, serve_with_vllm
+    from minifloat.serve.vllm import command_text, serve_with_vllm
 
     stated = _stated(ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
     if foreign := [flag for name, flag in stated.items() if name not in {*vllm.ACCEPTED, "print_command"}]:

@@ -1,13 +1,14 @@
 """`Blueprint`: the layout of a decoder with its config and dtype, and the parameters that it needs from a checkpoint.
 
-Both decoders, that of the CPU (`native/`) and that of GPUs (`device/decoder.py`), are built from a
-`Blueprint` and a `WeightSource`. No model of transformers is built for that. Structure and names are those of
-transformers' classes, which tests/serve/engine/test_blueprint.py compares.
+The decoders of the CPU and of GPUs are built from a `Blueprint` and a `WeightSource`, without a model of transformers.
+Structure, names and the bits of rotary frequencies are those of transformers, which tests/engine/test_blueprint.py
+compares.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from minifloat.checkpoint import CONFIG_FILE
-from minifloat.engine.rotary import rotary_frequencies
 from minifloat.errors import ConfigError
-from minifloat.kernels.decoder_layout import AttentionLayout, DecoderLayout, ExpertsLayout, NotNative
+from minifloat.kernels.decoder_layout import AttentionLayout, DecoderLayout, ExpertsLayout, NotNative, RotaryLayout
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.model.architecture.decoder import NATIVE, decoder_layout, why_not_type
 from minifloat.model.architecture.roles import text_of
@@ -110,3 +111,107 @@ def logged_layers(layers: Sequence[_Item]) -> Iterator[_Item]:
             said = now
             _LOG.info("loading: %d of %d layers", number, len(layers))
         yield layer
+
+
+def rotary_frequencies(layout: RotaryLayout) -> tuple[Tensor, float]:
+    """Return the radians per position, float32 ``[turned dimensions / 2]``, and the factor of cosines and sines."""
+    rope = dict(layout.parameters)
+    rope_type = rope["rope_type"]
+    dim = int(layout.head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rope_type == "default":
+        return _frequencies(rope["rope_theta"], dim if layout.partial else layout.head_dim), 1.0
+    if rope_type == "yarn":
+        return _yarn(rope, dim, layout.positions)
+    if rope_type == "proportional":
+        return _proportional(rope, layout.head_dim), 1.0
+    if rope_type == "longrope":
+        return _longrope(rope, dim, layout)
+    scale = {"linear": _linear, "llama3": _llama3}[rope_type]
+    frequencies: Tensor = scale(_frequencies(rope["rope_theta"], dim), rope)
+    return frequencies, 1.0
+
+
+def _frequencies(theta: float, dim: int) -> Tensor:
+    return 1.0 / _powers(theta, dim)
+
+
+def _powers(theta: float, dim: int) -> Tensor:
+    powers: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return powers
+
+
+def _linear(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Stretch all wavelengths by a factor."""
+    factor: float = rope["factor"]
+    return frequencies / factor
+
+
+def _proportional(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Turn a part of the dimensions, with the frequencies of whole heads; the others have frequency zero."""
+    turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    steps = torch.arange(0, 2 * turned, 2, dtype=torch.float32) / head_dim
+    frequencies: Tensor = 1.0 / (rope["rope_theta"] ** steps)
+    factor: float = rope.get("factor", 1.0)
+    return torch.cat([frequencies, torch.zeros(head_dim // 2 - turned)]) / factor
+
+
+def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Stretch the wavelengths that exceed the context of training, keep short ones, and interpolate between them.
+
+    Source: Llama 3.1, ``apply_scaling``.
+    """
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    is_long, is_short = wavelengths > context / low, wavelengths < context / high
+    stretched = torch.where(is_long, frequencies / factor, frequencies)
+    share = (context / wavelengths - low) / (high - low)
+    between = (1 - share) * stretched / factor + share * stretched
+    return torch.where(~is_short & ~is_long, between, stretched)
+
+
+def _longrope(rope: dict[str, Any], dim: int, layout: RotaryLayout) -> tuple[Tensor, float]:
+    """Stretch each wavelength by a factor of its own; short texts have other factors than long ones.
+
+    Source: LongRoPE (arXiv 2402.13753).
+    """
+    context = rope["original_max_position_embeddings"]
+    factor = layout.positions / context if rope.get("factor") is None else rope["factor"]
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(context))
+    stretch = torch.tensor(rope["long_factor" if layout.long else "short_factor"], dtype=torch.float32)
+    return 1.0 / (stretch * _powers(rope["rope_theta"], dim)), float(attention)
+
+
+def _yarn(rope: dict[str, Any], dim: int, positions: int) -> tuple[Tensor, float]:
+    """Stretch the wavelengths that turn seldom within the context of training, and keep those that turn often.
+
+    Source: YaRN (arXiv 2309.00071), sections 3.2 to 3.4.
+    """
+    theta, context = rope["rope_theta"], rope["original_max_position_embeddings"]
+    factor = rope["factor"] if rope["factor"] is not None else positions / context
+    attention = rope.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = _mscale(factor, 1)
+        if mscale and mscale_all:
+            attention = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+
+    def dimension(turns: float) -> float:
+        """Return the dimension whose wave turns this often within the context."""
+        return (dim * math.log(context / (turns * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # the ramp needs a width
+    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    powers = _powers(theta, dim)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(attention)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from minifloat.checkpoint.hub import model_folder
-from minifloat.engine.cache import BlockPool, blocks_for
+from minifloat.engine.cache import BlockPool, blocks_for, tokens_of_a_step
+from minifloat.engine.drafters import open_drafter
 from minifloat.engine.grammar import Grammar, Grammars, GrammarState
 from minifloat.engine.opening import open_model, read_decoder, sampling_defaults
 from minifloat.engine.options import EngineOptions
@@ -38,9 +39,7 @@ from minifloat.engine.sampling import (
 )
 from minifloat.engine.scheduler import SCORED_TOKENS, Scheduler, WorkItem
 from minifloat.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
-from minifloat.engine.sizing import tokens_of_a_step
 from minifloat.engine.speculation import Speculator
-from minifloat.engine.speculation.opening import open_drafter
 from minifloat.engine.steps import Step, launch, launch_next
 from minifloat.engine.text import TextStream, TokenDecoder, TokenTexts
 from minifloat.errors import ContextLengthError, UsageError

@@ -21,13 +21,15 @@ import torch
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_name
 from minifloat.engine.blueprint import Blueprint, blueprint_of, why_not_supported
-from minifloat.engine.device import DeviceRunner, build_device_decoder, fp8_inputs
-from minifloat.engine.native import NativeRunner, build_native_decoder
+from minifloat.engine.cache import CacheSize, cache_size, sequence_length
+from minifloat.engine.device_decoder import build_device_decoder, fp8_inputs
+from minifloat.engine.device_runner import DeviceRunner
+from minifloat.engine.native_decoder import build_native_decoder
+from minifloat.engine.native_runner import NativeRunner
 from minifloat.engine.options import EngineOptions
 from minifloat.engine.reports import ModelInfo
-from minifloat.engine.runner import Runner
 from minifloat.engine.sampling import MODEL_DEFAULTS
-from minifloat.engine.sizing import CacheSize, cache_size, sequence_length
+from minifloat.engine.scheduler import Runner
 from minifloat.errors import UsageError
 from minifloat.kernels import native
 from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache

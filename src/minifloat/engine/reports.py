@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from minifloat.engine.scheduler import Scheduler, WorkItem
 from minifloat.engine.sequence import Sequence, Timings, TokenUsage
-from minifloat.engine.speculation.speculator import SpeculationStats
+from minifloat.engine.speculation import SpeculationStats
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minifloat.engine.device.transfer import send
-from minifloat.engine.runner import Runner
+from minifloat.engine.device_sampling import PendingChoices
+from minifloat.engine.device_sampling import sample as sample_on_device
 from minifloat.engine.sampling import Choices, NonFiniteLogits, TokenChoice, sample, verify
-from minifloat.engine.sampling.device import PendingChoices
-from minifloat.engine.sampling.device import sample as sample_on_device
-from minifloat.engine.scheduler import WorkItem
+from minifloat.engine.scheduler import Runner, WorkItem
 from minifloat.engine.sequence import Sequence, State
 from minifloat.engine.text import TokenTexts
+from minifloat.engine.transfer import send
 
 _LOG = logging.getLogger(__name__)
 #: Rows of logits that are converted to float64 at a time, which takes twice their memory.

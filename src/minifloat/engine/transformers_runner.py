@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minifloat.engine.runner import Runner
-from minifloat.engine.scheduler import WorkItem
+from minifloat.engine.scheduler import Runner, WorkItem
 from minifloat.engine.sequence import Sequence
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.model.runtime.linear import QuantizedWeight

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from minifloat._version import __version__
 from minifloat.engine import Delivery, Engine, EngineOptions, SamplingParams
-from minifloat.engine.sampling.params import MAX_STOP_LENGTH, MAX_STOPS
+from minifloat.engine.sampling import MAX_STOP_LENGTH, MAX_STOPS
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.evaluate.compare.models import finished
 

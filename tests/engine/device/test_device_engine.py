@@ -13,8 +13,7 @@ from engines import GREEDY, Recorder, collect, devices, fail_and_poison, prompts
 from safetensors.torch import load_file, save_file
 
 from minifloat.commands.main import main
-from minifloat.engine import Engine, EngineListener, EngineOptions, Request, SamplingParams
-from minifloat.engine.device import transfer
+from minifloat.engine import Engine, EngineListener, EngineOptions, Request, SamplingParams, transfer
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from engines import devices
 
 from minifloat.engine import Delivery, Engine, EngineOptions, Request, SamplingParams
-from minifloat.engine.device import DeviceRunner
+from minifloat.engine.device_runner import DeviceRunner
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 5, "max_model_len": 60}
 

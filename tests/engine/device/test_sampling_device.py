@@ -10,10 +10,10 @@ import pytest
 import torch
 from engines import devices
 
+from minifloat.engine.device_sampling import _most_probable, draw, sample
 from minifloat.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.engine.sampling import draw as draw_on_host
 from minifloat.engine.sampling import sample as sample_on_host
-from minifloat.engine.sampling.device import _most_probable, draw, sample
 
 SETTINGS = list(
     itertools.product((0.3, 1.0, 1.7), (0, 1, 7, 40), (1.0, 0.9, 0.3), (0.0, 0.05))

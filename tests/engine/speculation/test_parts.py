@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from minifloat.engine.drafters import PromptLookup
 from minifloat.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice, race, verify
-from minifloat.engine.speculation import SpeculationStats
-from minifloat.engine.speculation.drafters import PromptLookup
-from minifloat.engine.speculation.speculator import DraftLength
+from minifloat.engine.speculation import DraftLength, SpeculationStats
 
 VOCAB = 40
 DRAWS = 20_000

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from minifloat.engine import Engine, EngineOptions, Grammar, SamplingParams
+from minifloat.engine import Engine, EngineOptions, Grammar, SamplingParams, drafters, speculation
 from minifloat.engine.speculation import SpeculationStats
-from minifloat.engine.speculation import opening as speculation_opening
-from minifloat.engine.speculation import speculator as speculator_module
 from minifloat.errors import CheckpointError, UnknownNameError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -69,7 +67,7 @@ KINDS = ["self", "prompt", "draft", "draft with a cache of its own"]
 
 def options_of(kind: str, draft: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     if kind == "draft with a cache of its own":
-        monkeypatch.setattr(speculation_opening, "shares_cache", lambda model, draft: False)
+        monkeypatch.setattr(drafters, "shares_cache", lambda model, draft: False)
     return {"draft": str(draft)} if kind.startswith("draft") else {"speculate": kind}
 
 
@@ -264,23 +262,23 @@ def test_a_draft_that_the_decoder_does_not_run_is_refused_with_the_reason(tmp_pa
 
 def test_a_draft_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
-    monkeypatch.setattr(speculation_opening, "available_memory", lambda: 1 << 10)
+    monkeypatch.setattr(drafters, "available_memory", lambda: 1 << 10)
     with pytest.raises(UsageError, match=r"the copy of the model in MXFP4 takes \d+ MiB, and 0 MiB are free"):
-        speculation_opening.open_drafter(
-            speculation_opening.EngineOptions(speculate="self"), engine._runner, engine.tokenizer, lambda folder: None
+        drafters.open_drafter(
+            drafters.EngineOptions(speculate="self"), engine._runner, engine.tokenizer, lambda folder: None
         )  # type: ignore[arg-type,return-value]
 
 
 def test_steps_that_compute_prompts_have_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    propose = speculator_module.Speculator.propose
+    propose = speculation.Speculator.propose
 
     def spy(self: Any, items: Any) -> Any:
         result = propose(self, items)
         seen.append(result)
         return result
 
-    monkeypatch.setattr(speculator_module.Speculator, "propose", spy)
+    monkeypatch.setattr(speculation.Speculator, "propose", spy)
     tokens(engine_of(speculate="self", max_num_batched_tokens=9, max_num_seqs=5))
     mixed = [items for items in seen if any(item.end - len(item.drafts) - item.start > 1 for item in items)]
     assert mixed

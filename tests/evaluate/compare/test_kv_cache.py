@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.engine.blueprint import blueprint_of
-from minifloat.engine.native import build_native_decoder
+from minifloat.engine.native_decoder import build_native_decoder
 from minifloat.errors import CheckpointError, UnsupportedTensorError, UsageError
 from minifloat.evaluate.compare import transformers_model
 from minifloat.evaluate.compare.transformers_model import kv_cache_factory, round_to_cache

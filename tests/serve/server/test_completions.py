@@ -11,8 +11,7 @@ from fake_engine import FakeEngine
 from serving import MODEL, Client, running
 
 from minifloat.engine import TokenLogprob
-from minifloat.serve.server.answers import completion_logprobs
-from minifloat.serve.server.writers import EchoedPrompt, prompt_logprobs
+from minifloat.serve.server.answers import EchoedPrompt, completion_logprobs, prompt_logprobs
 
 
 def test_a_completion_has_the_fields_of_openais_api(client: Client) -> None:

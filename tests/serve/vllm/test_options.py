@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
 from minifloat.commands.serve import serve as serve_command
-from minifloat.serve.vllm.options import ACCEPTED, ONLY_VLLM, TRANSLATED, VllmOptions
-from minifloat.serve.vllm.start import command_text
+from minifloat.serve.vllm import command_text
+from minifloat.serve.vllm_options import ACCEPTED, ONLY_VLLM, TRANSLATED, VllmOptions
 
 #: Options of minifloat's engine that vLLM lacks or defines differently.
 ONLY_MINIFLOAT = {

@@ -16,8 +16,8 @@ import pytest
 from minifloat.deploy.diagnosis.machine import parse_gpu
 from minifloat.errors import NotACheckpointError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.serve.vllm.options import VllmOptions
-from minifloat.serve.vllm.start import Installed, check_before_start, find_hardware, find_vllm
+from minifloat.serve.vllm import Installed, check_before_start, find_hardware, find_vllm
+from minifloat.serve.vllm_options import VllmOptions
 
 ROOT = Path(__file__).parents[3]
 KEY = "a-key-that-nobody-may-see"
@@ -229,7 +229,7 @@ def test_an_address_that_others_reach_without_a_key_is_a_warning(
 
 def test_importing_the_start_loads_nothing_heavy() -> None:
     code = (
-        "import sys, minifloat.serve.vllm.start\n"
+        "import sys, minifloat.serve.vllm\n"
         "assert not {'torch', 'transformers', 'fastapi', 'uvicorn', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

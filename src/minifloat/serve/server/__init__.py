@@ -1,8 +1,8 @@
 """A server with OpenAI's API for one machine: FastAPI on uvicorn.
 
 `settings` holds the server's settings and `app` joins the parts. A request passes `http_connection` (limits of HTTP),
-`middleware` (id, log, host, key, body), `protocol` (validation), `routes`, `prompts` (tokens), `service` (submission to
-the engine), `generation` (deliveries of the engine) and `writers` (the answer). Several machines, LoRA, images and tool
+`middleware` (id, log, host, key, body), `protocol` (validation), `routes`, `service` (tokens of prompts, submission to
+the engine), `generation` (deliveries of the engine) and `answers` (the answer). Several machines, LoRA, images and tool
 calls are left to larger servers.
 """
 

@@ -21,7 +21,7 @@ from minifloat.serve.server import routes
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.http_server import Server, address, fitting_connections
 from minifloat.serve.server.middleware import Guard, RequestLog
-from minifloat.serve.server.openapi import describe
+from minifloat.serve.server.routes import describe
 from minifloat.serve.server.service import Service
 from minifloat.serve.server.settings import ServerSettings
 

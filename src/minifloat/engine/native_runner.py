@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from minifloat.engine.cache import StateSnapshots, blocks_for
-from minifloat.engine.runner import Runner
-from minifloat.engine.scheduler import WorkItem
+from minifloat.engine.scheduler import Runner, WorkItem
 from minifloat.kernels.decoder import PARTS, Decoder, Experts, KVCache, SequenceStates, StepBatch, step
 
 _NO_PREFIXES = (

@@ -23,7 +23,7 @@ from minifloat.errors import UsageError
 from minifloat.model.layouts import READERS
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.starting import bind
-from minifloat.serve.vllm.options import VllmOptions
+from minifloat.serve.vllm_options import VllmOptions
 
 _LOG = logging.getLogger("minifloat.vllm")
 _PROBE_SECONDS = 180.0

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minifloat.engine.device.transfer import Fetch, send
 from minifloat.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.engine.sampling import sample as sample_on_host
+from minifloat.engine.transfer import Fetch, send
 
 #: The largest top_k whose tokens are searched for; for larger ones, and without top_k, all tokens are sorted.
 _MOST_TOP_K = 1024
@@ -100,7 +100,7 @@ def _settings(row: int, state: SamplingState, ahead: int) -> tuple[float, ...]:
 
 
 def draw(logits: Tensor, settings: Tensor, *, most: int) -> Tensor:
-    """Draw a token of each row, as `minifloat.engine.sampling.draw` does."""
+    """Draw a token of each row, as `minifloat.engine.sampling` does."""
     temperature, top_k, top_p, min_p, uniform = settings[:, :, None].unbind(1)
     if not most:
         shifted = logits.double() - logits.amax(dim=1, keepdim=True)

@@ -1,1 +1,0 @@
-"""vLLM as the engine of `minifloat serve`: its options, and the start."""
