@@ -28,10 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """The deliveries of one request; made by `AsyncEngine.submit`.
-
-    Iterate over it once. Leaving the loop early does not cancel; `cancel` does, and so does `aclose`.
-    """
+    """The deliveries of one request; made by `AsyncEngine.submit`."""
 
     def __init__(self, engine: AsyncEngine, request_id: str) -> None:
         self._engine = engine

@@ -156,10 +156,8 @@ def _proportional(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Stretch the wavelengths that exceed the context of training, keep short ones, and interpolate between them.
-
-    Source: Llama 3.1, ``apply_scaling``.
-    """
+    """Stretch the wavelengths that exceed the context of training, keep short ones, and interpolate between them."""
+    # Llama 3.1, `apply_scaling`
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     context = rope["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies
@@ -171,10 +169,8 @@ def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _longrope(rope: dict[str, Any], dim: int, layout: RotaryLayout) -> tuple[Tensor, float]:
-    """Stretch each wavelength by a factor of its own; short texts have other factors than long ones.
-
-    Source: LongRoPE (arXiv 2402.13753).
-    """
+    """Stretch each wavelength by a factor of its own; short texts have other factors than long ones."""
+    # LongRoPE (arXiv 2402.13753)
     context = rope["original_max_position_embeddings"]
     factor = layout.positions / context if rope.get("factor") is None else rope["factor"]
     attention = rope.get("attention_factor")
@@ -185,10 +181,8 @@ def _longrope(rope: dict[str, Any], dim: int, layout: RotaryLayout) -> tuple[Ten
 
 
 def _yarn(rope: dict[str, Any], dim: int, positions: int) -> tuple[Tensor, float]:
-    """Stretch the wavelengths that turn seldom within the context of training, and keep those that turn often.
-
-    Source: YaRN (arXiv 2309.00071), sections 3.2 to 3.4.
-    """
+    """Stretch the wavelengths that turn seldom within the context of training, and keep those that turn often."""
+    # YaRN (arXiv 2309.00071), sections 3.2 to 3.4
     theta, context = rope["rope_theta"], rope["original_max_position_embeddings"]
     factor = rope["factor"] if rope["factor"] is not None else positions / context
     attention = rope.get("attention_factor")

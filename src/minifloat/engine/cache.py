@@ -128,15 +128,11 @@ class BlockPool:
             self._digests[block] = None
 
 
+# A state of a gated delta rule is that of one length alone, so a sequence can only begin behind a prefix whose state
+# was copied: at the end of each prompt, and where a prompt parts from an earlier one (a system prompt is likely to come
+# again). Copies have the digest of the block that they end with; the longest unused one makes room.
 class StateSnapshots:
-    """Copies of the states of sequences, from which others with the same beginning continue.
-
-    A state of a gated delta rule is that of one length alone, so a sequence can only begin behind a prefix whose state
-    somebody has kept. Copies are made at the end of each prompt, and where a prompt parts from one that was computed
-    before: what both begin with, such as a system prompt, is then likely to come again. They are identified by the
-    digest of the block that they end with, and stand in slots of the states' own memory. The copy that has been unused
-    for the longest time makes room for a new one.
-    """
+    """Copies of the states of sequences, from which others with the same beginning continue."""
 
     def __init__(self, states: SequenceStates, slots: Sequence[int]) -> None:
         self._states = states
@@ -212,11 +208,8 @@ def sequence_length(options: EngineOptions, config: Any) -> int:
 def cache_size(
     options: EngineOptions, config: Any, bytes_per_block: int, device: torch.device, state_bytes: int = 0
 ) -> CacheSize:
-    """Choose the size of the KV cache; call this when the weights are in memory.
-
-    States of sequences get at most half of the memory, or what 1 GiB of blocks leaves if that is more; where it is less
-    than `max_num_seqs` states, fewer sequences run at a time.
-    """
+    """Choose the size of the KV cache; call this when the weights are in memory."""
+    # States get at most half of the memory, or what 1 GiB of blocks leaves if that is more.
     length = sequence_length(options, config)
     one_sequence = blocks_for(length) * bytes_per_block
     copies = _COPIES if options.prefix_cache and state_bytes else 0

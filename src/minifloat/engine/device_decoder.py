@@ -56,10 +56,7 @@ class FP8Inputs:
     def weight(
         self, weight: QuantizedTensor, stored: Sequence[StoredWeight], dtype: torch.dtype
     ) -> QuantizedWeight | None:
-        """Return a weight whose inputs are quantized; None if there is none.
-
-        Linears of one product share the scale of their inputs: if static scales differ, the largest counts, as in vLLM.
-        """
+        """Return a weight whose inputs are quantized; None if there is none."""
         if not self._all and any(part.activation is None for part in stored):
             return None
         found = [self._inputs.prefill_of(part) for part in stored]
@@ -75,6 +72,7 @@ class FP8Inputs:
         if reason:
             self._without.setdefault(reason, []).extend(names)
             return None
+        # Linears of one product share the scale of their inputs: the largest counts, as in vLLM.
         scales = [scale for _, scale in inputs if scale is not None]
         scale = torch.stack(scales).amax().to(weight.codes.device) if scales else None
         made = QuantizedWeight(weight, dtype, spec, scale)
@@ -113,12 +111,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Linears with the same input, whose results are put side by side.
-
-    Attributes:
-        weights: ``[N_i, K]`` each, in the model's dtype or quantized; mostly one, made of several.
-        biases: For each weight ``[N_i]`` or None.
-    """
+    """Linears with the same input, whose results are put side by side."""
 
     weights: tuple[Tensor | QuantizedWeight, ...]
     biases: tuple[Tensor | None, ...]
@@ -204,25 +197,17 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs of one step: single tokens of sequences first, then pieces of prompts.
+    """The inputs of one step: single tokens of sequences first, then pieces of prompts."""
 
-    Attributes:
-        rows: int32 ``[T, 3]``: token, position, cache row of its key and value (block times `BLOCK_TOKENS` plus row).
-        tables: int32 ``[D, W]``: the blocks of the sequences of the first D tokens, as `attend` takes them.
-        logits: Integers ``[R]``: the tokens whose logits are returned; None: all.
-    """
-
-    rows: Tensor
-    tables: Tensor
+    rows: Tensor  # int32 [T, 3]: token, position, cache row (block times `BLOCK_TOKENS` plus row)
+    tables: Tensor  # int32 [D, W]: the blocks of the sequences of the first D tokens
     pieces: tuple[Piece, ...] = ()
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # the tokens whose logits are returned; None: all
 
 
 def step(decoder: DeviceDecoder, cache: PagedCache, inputs: Inputs) -> Tensor:
-    """Put new tokens into the cache and compute logits.
-
-    Nothing here waits for the device. Without `pieces` the work depends on shapes only, not on values.
-    """
+    """Put new tokens into the cache and compute logits."""
+    # Nothing here waits for the device. Without `pieces` the work depends on shapes only, so a graph can repeat it.
     tokens, positions, cache_rows = inputs.rows.unbind(1)
     x = decoder.embedding[tokens].float()
     delta: Tensor | None = None

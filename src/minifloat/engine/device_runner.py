@@ -44,16 +44,14 @@ class BlockTables:
         return self._blocks[self._row(work.sequence), : blocks_for(work.end)]
 
     def fill(self, rows: NDArray[np.int32], works: Sequences[WorkItem]) -> None:
-        """Write work of one token each into rows: token, position, cache row and blocks.
-
-        A token that is not known yet is left out.
-        """
+        """Write work of one token each into rows: token, position, cache row and blocks."""
         count = len(works)
         starts = [work.start for work in works]
         positions = np.array(starts, dtype=np.int64)
         blocks = rows[:count, COLUMNS:]
         own = np.array([self._row(work.sequence) for work in works], dtype=np.int64)
         blocks[:] = self._blocks[own, : blocks.shape[1]]
+        # A token that is not known yet is left out: `DecodeGraphs.run` gets it.
         tokens = [sequence.tokens[start] for sequence, start, *_ in works if start < len(sequence.tokens)]
         rows[: len(tokens), 0] = tokens
         rows[:count, 1] = positions
@@ -122,12 +120,7 @@ class PlainCall:
 
 
 class DecodeGraphs:
-    """The graphs of a decoder, and their buffers.
-
-    Attributes:
-        inputs: int32 ``[rows, COLUMNS + width]``: token, position, cache row and blocks of each sequence.
-        logits: float32 ``[rows, vocab]``.
-    """
+    """The graphs of a decoder, and their buffers."""
 
     def __init__(self, decoder: DeviceDecoder, cache: PagedCache, rows: int, width: int) -> None:
         self._decoder, self._cache, self._device = decoder, cache, decoder.device

@@ -25,11 +25,7 @@ _LOW_31_BITS = 0x7FFFFFFF
 
 
 class PendingChoices:
-    """The next tokens of some sequences, which the device chooses while the host does other work.
-
-    Attributes:
-        tokens: int64 ``[sequences]``, on the device; None if the host chooses any of them.
-    """
+    """The next tokens of some sequences, which the device chooses while the host does other work."""
 
     def __init__(self, tokens: Tensor, best: Tensor, logits: Tensor | None, states: dict[int, SamplingState]) -> None:
         self.tokens = tokens if logits is None else None
@@ -120,10 +116,8 @@ def draw(logits: Tensor, settings: Tensor, *, most: int) -> Tensor:
 
 
 def _most_probable(logits: Tensor, count: int) -> Tensor:
-    """Return int64 ``[m, count]``: the most probable tokens in the order of a stable sort, which takes longer.
-
-    `topk` leaves the order of equal logits open, so it compares integers that contain logit and token.
-    """
+    """Return int64 ``[m, count]``: the most probable tokens in the order of a stable sort, which takes longer."""
+    # `topk` leaves the order of equal logits open, so it compares integers that contain logit and token
     bits = (logits + 0.0).view(torch.int32)  # the sum makes -0 and 0 equal
     ordered = torch.where(bits < 0, bits ^ _LOW_31_BITS, bits).long()  # as integers in the order of the logits
     tokens = torch.arange(logits.shape[1], device=logits.device)

@@ -42,12 +42,9 @@ _SEARCHED = 8192
 _BYTES = 4
 
 
+# Good where output repeats its input (Saxena, "Prompt Lookup Decoding", 2023; "ngram" in vLLM).
 class PromptLookup:
-    """Proposes the tokens that followed the last occurrence of the sequence's last tokens, in prompt or output.
-
-    Good where output repeats its input: summaries, edits of code, extraction (Saxena, "Prompt Lookup Decoding", 2023;
-    "ngram" in vLLM).
-    """
+    """Proposes the tokens that followed the last occurrence of the sequence's last tokens, in prompt or output."""
 
     name = "prompt"
     weight_bytes = 0
@@ -77,14 +74,11 @@ def _following(tokens: Sequences[int], count: int) -> tuple[int, ...]:
     return ()
 
 
+# A draft model with layers like the model's works in the model's own KV cache: it reads the model's keys and values and
+# writes those of its drafts where the model overwrites them in the same step. Others have a cache of their own, with
+# the same block numbers, and compute each sequence from its first token.
 class ModelDrafter:
-    """Proposes the tokens that a draft model chooses.
-
-    A draft model with layers like the model's works in the model's own KV cache: it reads the keys and values of the
-    model, which are at hand and better than its own, and writes those of its drafts to places that the model overwrites
-    in the same step. It then needs no cache and computes no prompt. Other draft models have a cache of their own, in
-    which each sequence has the blocks of the same numbers; they compute each sequence from its first token.
-    """
+    """Proposes the tokens that a draft model chooses."""
 
     def __init__(self, name: str, runner: NativeRunner, *, shares_cache: bool, memory: int) -> None:
         self.name, self.memory, self.shares_cache = name, memory, shares_cache
@@ -217,10 +211,7 @@ def _check_memory(nbytes: int, what: str) -> None:
 
 
 class SelfDraft:
-    """A copy of a decoder whose linears are MXFP4, and whose last linear is FP8, rounded to nearest.
-
-    Weights that take no more bytes already, norms, biases, the embedding and routers are shared with the model.
-    """
+    """A copy of a decoder whose linears are MXFP4, and whose last linear is FP8, rounded to nearest."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.memory = 0

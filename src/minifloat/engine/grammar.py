@@ -56,20 +56,14 @@ class Grammar:
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What grammars may take.
-
-    Attributes:
-        grammars: Different grammars that are at work at a time.
-        idle: Grammars without a text that are kept for the next request.
-        seconds: Processor time that the texts of a grammar may have in store; they begin with it.
-        parser: `llguidance.LLParserLimits`: no attack took two seconds for a step, or 256 MiB.
-    """
+    """What grammars may take."""
 
     grammars: int = 16
-    idle: int = 4
-    seconds: float = 10.0
+    idle: int = 4  # without a text, kept for the next request
+    seconds: float = 10.0  # processor time that the texts of a grammar begin with, and have in store at most
     seconds_per_token: float = 0.02
     nice: int = 19
+    # `llguidance.LLParserLimits`: no attack took two seconds for a step, or 256 MiB.
     parser: dict[str, int] = field(
         default_factory=lambda: {
             "initial_lexer_fuel": 200_000,
@@ -84,18 +78,11 @@ class GrammarPending(Exception):
 
 
 class GrammarState:
-    """The place of one text in its grammar.
-
-    Attributes:
-        ready: Done when the grammar is compiled; its exception says why it cannot be used.
-        mask: A bit for each token that may follow; None: not known yet, or no token can follow.
-        added: Whether the last token has been taken in, so that `done` is up to date.
-        done: Whether the text is complete.
-        late: Whether the last step had to go on without this text.
-    """
+    """The place of one text in its grammar."""
 
     def __init__(self, grammars: Grammars, compiled: _Compiled) -> None:
         self.grammars, self.compiled, self.ready = grammars, compiled, compiled.ready
+        # `added`: the last token has been taken in. `late`: the last step had to go on without this text.
         self.length, self.matcher = 0, None
         self.added, self.done, self.late, self.closed = True, False, False, False
         self.mask = compiled.first_mask

@@ -24,12 +24,7 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class HeadFormats:
-    """The formats of the weights of each head.
-
-    Attributes:
-        keys: Of the keys; None for BF16.
-        values: Of the values; None for BF16.
-    """
+    """The formats of the weights of each head."""
 
     keys: WeightSpec | None
     values: WeightSpec | None
@@ -38,13 +33,7 @@ class HeadFormats:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights of all heads.
-
-    Attributes:
-        keys: For each head ``[rank, plain]``.
-        values: For each head ``[value_dim, rank]``.
-        factors: float32 ``[heads, plain]``, or None.
-    """
+    """The weights of all heads."""
 
     keys: Sequence[Tensor | QuantizedTensor]
     values: Sequence[Tensor | QuantizedTensor]

@@ -17,12 +17,7 @@ _NO_PREFIXES = (
 
 
 class NativeRunner(Runner):
-    """Runs the decoder of the CPU.
-
-    Attributes:
-        states: The states of sequences; None: the decoder has none.
-        snapshots: Copies of states; None: there are none.
-    """
+    """Runs the decoder of the CPU."""
 
     name = "native"
 

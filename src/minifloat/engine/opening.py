@@ -56,11 +56,7 @@ _Scales = TypeVar("_Scales")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is ready to run.
-
-    Attributes:
-        generation_config: Sampling parameters and end tokens, or transformers' generation config; or None.
-    """
+    """A model that is ready to run."""
 
     runner: Runner
     info: ModelInfo
@@ -190,11 +186,8 @@ def _structure(
 
 
 def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
-    """Choose the factors of "longrope" for all sequences, as vLLM does: keys in a cache cannot change theirs.
-
-    Where no length is asked for, the model's positions are limited to those at which short texts have the factors that
-    transformers gives them.
-    """
+    """Choose the factors of "longrope" for all sequences, as vLLM does: keys in a cache cannot change theirs."""
+    # Without a length, positions are limited to those at which transformers uses the factors of short texts.
     limit = blueprint.layout.longest_short_text
     if limit is None or (length is not None and length <= limit):
         return blueprint

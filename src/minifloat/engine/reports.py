@@ -52,12 +52,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The numbers of one step.
-
-    Attributes:
-        seconds: Duration of the step.
-        speculation: Counts of drafts in this step; None if the engine does not speculate.
-    """
+    """The numbers of one step."""
 
     running: int
     waiting: int
@@ -89,11 +84,7 @@ class EngineListener(Protocol):
 
 
 class Reporter:
-    """Notes the times of tokens, and reports to a listener if there is one.
-
-    Attributes:
-        listener: Receives the reports; None: nobody does.
-    """
+    """Notes the times of tokens, and reports to a listener if there is one."""
 
     def __init__(self, listener: EngineListener | None) -> None:
         self.listener = listener
@@ -138,10 +129,8 @@ class Reporter:
         )
 
     def token(self, sequence: Sequence, now: float) -> None:
-        """Note the time of a sequence's new token, in seconds of `time.monotonic`, and report it.
-
-        Several tokens of one step have the same time: the first of them took all of it.
-        """
+        """Note the time of a sequence's new token, in seconds of `time.monotonic`, and report it."""
+        # Several tokens of one step have the same time: the first of them took all of it.
         timings = sequence.timings
         if timings.first_token is None:
             timings.first_token = now

@@ -220,10 +220,8 @@ def _candidates(logits: Logits, params: SamplingParams) -> tuple[Tokens, np.floa
 
 
 def _lower_bound(logits: Logits, count: int) -> float:
-    """Return a number that at least `count` logits reach, and few more if `count` is small.
-
-    It is the `count`-th largest of the maxima of groups of tokens; that of all logits takes longer to find.
-    """
+    """Return a number that at least `count` logits reach, and few more if `count` is small."""
+    # the `count`-th largest of the maxima of groups of tokens; that of all logits takes longer to find
     width = len(logits) // _GROUP
     if count >= len(logits):
         return -math.inf
@@ -234,10 +232,8 @@ def _lower_bound(logits: Logits, count: int) -> float:
 
 
 def _most_probable_first(logits: Logits, tokens: Tokens) -> Tokens:
-    """Return tokens by their logits, the largest first, and by their ids where logits are equal.
-
-    numpy sorts integers faster than it finds the order of floats, so the keys contain logit and token.
-    """
+    """Return tokens by their logits, the largest first, and by their ids where logits are equal."""
+    # numpy sorts integers faster than it finds the order of floats, so the keys contain logit and token
     bits = (logits[tokens] + np.float32(0)).view(np.int32).astype(np.int64)  # the sum makes -0 and 0 equal
     keys = (np.where(bits < 0, bits ^ _LOW_31_BITS, bits) << 32) | (_LOW_31_BITS - tokens)
     keys.sort()
@@ -324,13 +320,11 @@ class SamplingState:
         return logits
 
     def uniform(self, ahead: int = 0) -> float:
-        """Return the number in [0, 1) that a token is drawn with: the first of Philox's block at its position.
-
-        The numbers of several positions are generated at a time, because making a generator takes longer than they do.
-        """
+        """Return the number in [0, 1) that a token is drawn with: the first of Philox's block at its position."""
         position = self.length + ahead
         index = position - self._first_uniform
         if not 0 <= index < len(self._uniform):
+            # for several positions, because making a generator takes longer than their numbers
             generator = np.random.Generator(np.random.Philox(key=self._key, counter=position))
             self._uniform = generator.random(_POSITIONS * _PHILOX_BLOCK)[::_PHILOX_BLOCK].tolist()
             self._first_uniform, index = position, 0
@@ -400,10 +394,8 @@ class Postponed(Exception):
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
-    """Choose the next token of each sequence.
-
-    numpy computes this in the calling thread: synchronizing torch's threads takes longer than these few rows.
-    """
+    """Choose the next token of each sequence."""
+    # In numpy: synchronizing torch's threads takes longer than these few rows.
     await_grammars(states)
     rows: Logits = logits.numpy()
     choices: list[TokenChoice | Exception] = []

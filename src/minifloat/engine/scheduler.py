@@ -115,10 +115,8 @@ class Scheduler:
         return work
 
     def next_step(self, items: Sequences[WorkItem]) -> list[WorkItem] | None:
-        """Return the work of the step after one that is being computed, before its tokens are known.
-
-        Sequences that end with their next token get no work. Nothing is preempted, and no prompt begins.
-        """
+        """Return the work of the step after one that is being computed, before its tokens are known."""
+        # Sequences that end with their next token get no work. Nothing is preempted, and no prompt begins.
         if self.waiting and len(self.running) < self.max_sequences:
             return None
         live = [item for item in items if item.sequence.state is State.RUNNING]
@@ -146,15 +144,10 @@ class Scheduler:
         return min(tokens, len(sequence.blocks) * BLOCK_TOKENS - length)
 
     def computed(self, items: Iterable[WorkItem]) -> list[WorkItem]:
-        """Note that work is done, and let other sequences share the blocks that it has filled.
-
-        Drafts are not counted: until they are accepted, they are no tokens of the sequence.
-
-        Returns:
-            The work of sequences that still run.
-        """
+        """Note that work is done, and let other sequences share the blocks that it has filled."""
         items = [item for item in items if item.sequence.state is State.RUNNING]
         for item in items:
+            # drafts are no tokens of the sequence until they are accepted
             self._publish(item.sequence, item.end - len(item.drafts))
         return items
 

@@ -44,21 +44,14 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The new tokens and text of one request after one step.
-
-    Attributes:
-        finish_reason: "stop", "length", "cancelled" or "error" in the last delivery, else None.
-        stop_reason: The stop string or stop token id of the request that ended the text, or None.
-        prompt_logprobs: Log-probabilities of the prompt's tokens in the first delivery, if the request asks for them;
-            None for the first token.
-    """
+    """The new tokens and text of one request after one step."""
 
     request_id: str
     tokens: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    finish_reason: str | None = None  # "stop", "length", "cancelled" or "error" in the last delivery
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the text
     error: str | None = None
     usage: TokenUsage | None = None
     timings: Timings | None = None
@@ -141,12 +134,7 @@ class State(Enum):
 
 
 class Sequence:
-    """A request in the engine, with the tokens made so far.
-
-    Attributes:
-        cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
-        slot: A number of the sequence among those that run, where runners keep states of sequences; None: it waits.
-    """
+    """A request in the engine, with the tokens made so far."""
 
     def __init__(
         self, request: Request, text: TextStream, sampling: SamplingState, root: bytes, max_length: int = sys.maxsize
@@ -163,10 +151,10 @@ class Sequence:
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.cached: int | None = None
+        self.cached: int | None = None  # tokens found in the cache at first; None: not scheduled yet
         self.state = State.WAITING
         self.preempted = 0
-        self.slot: int | None = None
+        self.slot: int | None = None  # its number among those that run; None: it waits
         self.snapshots: tuple[int, ...] = ()
         self.timings = Timings(time.monotonic())
         self.last_token: float | None = None

@@ -34,11 +34,7 @@ _TRY_EVERY = 96
 
 @dataclass
 class SpeculationStats:
-    """What speculation has done.
-
-    Attributes:
-        seconds: Time that drafts took.
-    """
+    """What speculation has done."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -114,11 +110,7 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Decides which sequences get how many drafts.
-
-    Sequences get none whose parameters make a token's choice depend on the tokens before it beyond the model itself
-    (penalties, grammars, `min_tokens`), and none while a step computes prompts too.
-    """
+    """Decides which sequences get how many drafts."""
 
     def __init__(
         self,
@@ -186,18 +178,16 @@ class Speculator:
         return self._room(sequence, longest) if longest > 0 else 0
 
 
+# Penalties, grammars and `min_tokens` make a choice depend on the tokens before it beyond the model itself.
 def _may_speculate(item: WorkItem) -> bool:
     return not item.sequence.request.params.changes_logits
 
 
+# With the acceptance a of one draft, k drafts give (1 - a^(k+1)) / (1 - a) tokens per step on average; a step takes the
+# time of k drafts and of a step of the model with k + 1 tokens per sequence. A length that was not measured often
+# enough has the time of the next smaller one that was: longer drafts are tried until their times are known.
 class DraftLength:
-    """Chooses the number of drafts per sequence that gives the most tokens per second.
-
-    With the acceptance `a` of one draft, `k` drafts give ``(1 - a^(k+1)) / (1 - a)`` tokens per step on average. A step
-    takes the time of `k` drafts and that of one step of the model with ``k + 1`` tokens per sequence. Both times are
-    medians by number of tokens. A number that was not measured often enough has the time of the next smaller one that
-    was, or of the smallest: longer drafts are tried until their times are known.
-    """
+    """Chooses the number of drafts per sequence that gives the most tokens per second."""
 
     def __init__(self, longest: int, cost: float) -> None:
         self._longest, self._cost = longest, cost

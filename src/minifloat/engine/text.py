@@ -28,13 +28,11 @@ class TokenDecoder:
         self.text = _decoder_of(tokenizer)
 
     def single(self, token: int) -> str | None:
-        """Return the text of a token alone; None if it has none.
-
-        Special tokens and those that pad the vocabulary have no text, and may stand inside a character.
-        """
+        """Return the text of a token alone; None if it has none."""
         try:
             return self._single[token]
         except KeyError:
+            # special tokens and those that pad the vocabulary have no text, and may stand inside a character
             is_empty = token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
             text = self._single[token] = None if is_empty else self.text([token])
             return text
@@ -58,13 +56,10 @@ def _decoder_of(tokenizer: TextTokenizer) -> Callable[[list[int]], str]:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+# The text of a token is the text with it minus the text without it, both decoded from a few tokens back, because the
+# first token of a text may be decoded differently (a leading space). Text that ends inside a character is held back.
 class Detokenizer:
-    """Turns tokens into text one by one.
-
-    The text of a token is the text with the token minus the text without it, both decoded from a few tokens back,
-    because the first token of a text may be decoded differently (a leading space). Text that ends inside a character is
-    held back.
-    """
+    """Turns tokens into text one by one."""
 
     def __init__(self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int]) -> None:
         self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)

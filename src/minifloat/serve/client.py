@@ -22,11 +22,7 @@ _DATA = b"data: "
 
 
 class ServerError(StorageError):
-    """The server cannot be reached or refuses the request.
-
-    Attributes:
-        status: HTTP status of the answer; None if there is no answer.
-    """
+    """The server cannot be reached or refuses the request."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         self.status = status

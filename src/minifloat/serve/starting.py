@@ -20,11 +20,8 @@ _SWITCH_SECONDS = 0.0005
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Within the context, which imports torch and opens a model, start faster.
-
-    Python does not search for garbage, because imports make hundreds of thousands of objects that stay. Afterwards it
-    leaves these objects out of its searches.
-    """
+    """Within the context, which imports torch and opens a model, start faster."""
+    # Imports make hundreds of thousands of objects that stay: no search for garbage now, and none among them later.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -37,10 +34,7 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Import a module on another thread while the context loads weights, which mostly runs outside of Python.
-
-    An error of the import is raised where the module is imported again.
-    """
+    """Import a module on another thread while the context loads weights, which mostly runs outside of Python."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     thread = threading.Thread(target=_import, args=(module,), name="minifloat-import", daemon=True)
@@ -53,6 +47,7 @@ def importing(module: str) -> Iterator[None]:
 
 
 def _import(module: str) -> None:
+    # the error is raised where the module is imported again
     with suppress(Exception):
         importlib.import_module(module)
 

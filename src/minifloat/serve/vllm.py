@@ -121,10 +121,8 @@ class Installed(NamedTuple):
 
 
 def find_vllm(options: VllmOptions) -> Installed:
-    """Return the version of the vLLM that the options name, and whether our plugin is in its environment.
-
-    With Python, the version comes from the metadata of packages, which takes a moment; `vllm --version` imports vLLM.
-    """
+    """Return the version of the vLLM that the options name, and whether our plugin is in its environment."""
+    # With Python, the version comes from the metadata of packages at once; `vllm --version` imports vLLM.
     program = options.python or options.vllm_bin or "vllm"
     argv = [program, "-c", _PRINT_VERSION] if options.python else [program, "--version"]
     try:

@@ -227,11 +227,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
 
 
 def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int, *, as_ids: bool = False) -> CompletionLogprobs:
-    """Return the log-probabilities of new tokens for ``/v1/completions``.
-
-    Several tokens may have the same text, such as parts of one character. `top_logprobs` then holds the most probable
-    of them, so that a token is the most probable one exactly if no entry of `top_logprobs` exceeds its own.
-    """
+    """Return the log-probabilities of new tokens for ``/v1/completions``."""
 
     def name(token: TokenLogprob) -> str:
         return token_id(token.token) if as_ids else token.text
@@ -241,6 +237,8 @@ def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int, *, as_ids
         lists.text_offset.append(offset)
         lists.tokens.append(name(token))
         lists.token_logprobs.append(_finite(token.logprob))
+        # Tokens may have the same text (parts of a character): the most probable of them counts, so that a token is the
+        # most probable one exactly if no entry exceeds its own.
         logprob_by_name: dict[str, float] = {}
         for candidate in (*token.top, token):  # the most probable first
             logprob_by_name.setdefault(name(candidate), _finite(candidate.logprob))
@@ -396,10 +394,8 @@ class TextWriter(Writer):
 def prompt_logprobs(
     prompt: EchoedPrompt, logprobs: Sequence[TokenLogprob | None], *, as_ids: bool = False
 ) -> CompletionLogprobs:
-    """Return the log-probabilities of the tokens of a prompt.
-
-    A first token that the tokenizer added, which the prompt's text does not begin with, takes no characters.
-    """
+    """Return the log-probabilities of the tokens of a prompt."""
+    # a first token that the tokenizer added, which the text does not begin with, takes no characters
     first_length = len(prompt.first_token) if prompt.text.startswith(prompt.first_token) else 0
     name = token_id(prompt.first_id) if as_ids else prompt.first_token
     first = CompletionLogprobs(text_offset=[0], token_logprobs=[None], tokens=[name], top_logprobs=[None])

@@ -32,11 +32,7 @@ _LOG = logging.getLogger("minifloat.server")
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
-    """Return an ASGI application.
-
-    The application starts the engine when it starts. When it ends, it closes the engine without waiting for running
-    requests; to let them finish, close the engine first, as `serve` does.
-    """
+    """Return an ASGI application."""
     service = Service(engine, settings)
     engine.engine.observer = service.metrics
 
@@ -44,6 +40,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await engine.start()
         yield
+        # running requests are cut off; `serve` has closed the engine before, which lets them finish
         await engine.close()
         service.prompts.close()
 

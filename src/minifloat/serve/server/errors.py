@@ -52,11 +52,9 @@ class FieldError(ValueError):
         self.field = field
 
 
+# FastAPI passes on no other exception than `HTTPException` that is raised while it reads a body.
 class APIError(HTTPException):
-    """An error answer.
-
-    It is an `HTTPException` because FastAPI passes on no other exception that is raised while it reads a body.
-    """
+    """An error answer."""
 
     def __init__(
         self,
@@ -111,10 +109,8 @@ def _field(error: UsageError) -> str | None:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """Return the answer to a body that fails validation, which reports pydantic's first error.
-
-    The answer does not repeat values, which may be long or secret.
-    """
+    """Return the answer to a body that fails validation, which reports pydantic's first error."""
+    # The answer repeats no values, which may be long or secret.
     first = errors[0]
     path = list(first["loc"][1:])
     if first["type"] == "json_invalid":

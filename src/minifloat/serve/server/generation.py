@@ -133,12 +133,10 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Resul
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
+# Starlette's streaming response lacks three things: the time limit must hold while a client that does not read blocks a
+# write, an error during the stream must be an event, and a disconnect must cancel the generation at once.
 class EventStream(Response):
-    """A response of server-sent events.
-
-    Starlette's streaming response lacks three things: the time limit must hold while a client that does not read blocks
-    a write, an error during the stream must be an event, and a disconnect must cancel the generation at once.
-    """
+    """A response of server-sent events."""
 
     media_type = "text/event-stream"
 

@@ -54,17 +54,14 @@ class RepeatFilter(logging.Filter):
 
 
 class DroppingHandler(logging.Handler):
-    """Writes lines to a descriptor in a thread of its own, and drops them where nobody reads them.
-
-    It takes no part in `logging.shutdown`'s locks while it writes, so a full pipe does not stop the process from ending
-    either.
-    """
+    """Writes lines to a descriptor in a thread of its own, and drops them where nobody reads them."""
 
     def __init__(self, descriptor: int, lines: int = _QUEUE_LINES) -> None:
         super().__init__()
         self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(lines)
         self.dropped = 0
+        # A thread takes no part in the locks of `logging.shutdown`: a full pipe does not stop the process from ending.
         self._thread = threading.Thread(target=self._write, name="minifloat-log", daemon=True)
         self._thread.start()
 

@@ -106,10 +106,8 @@ class Guard:
             raise APIError(431, f"the headers have more than {self._settings.max_header_bytes} bytes", headers=_CLOSE)
 
     def _check_framing(self, scope: Scope) -> None:
-        """Refuse a body whose end a proxy may see elsewhere, by which a request could hide in another one.
-
-        Source: RFC 9112, sections 6.1 and 6.3.
-        """
+        """Refuse a body whose end a proxy may see elsewhere, by which a request could hide in another one."""
+        # RFC 9112, sections 6.1 and 6.3
         names = {name for name, _ in scope["headers"]}
         if b"transfer-encoding" not in names:
             return

@@ -312,11 +312,9 @@ class Message(_Strict):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
+# Others are refused: `tokenize`, `chat_template` and the like are arguments of the rendering function.
 class TemplateOptions(_Strict):
-    """The variables of chat templates that a request may set: those that turn thinking on, off or down.
-
-    Others are refused, since `tokenize`, `chat_template` and the like are arguments of the rendering function.
-    """
+    """The variables of chat templates that a request may set: those that turn thinking on, off or down."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None

@@ -201,10 +201,8 @@ async def _respond(
 
 
 def _large(writer: Writer, choices: list[CollectedChoice], per_prompt: int) -> Response:
-    """Return a whole answer that may take a second to write; other threads can run meanwhile.
-
-    `model_dump` and `json.dumps` are single calls, during which no other Python code runs.
-    """
+    """Return a whole answer that may take a second to write; other threads can run meanwhile."""
+    # `model_dump` and `json.dumps` are single calls, during which no other Python code runs
     answer = writer.answer(choices, _usage(choices, per_prompt))
     pieces = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict).iterencode(
         answer

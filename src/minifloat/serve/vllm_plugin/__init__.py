@@ -18,11 +18,7 @@ _FALLBACKS = (".pytorch", ".emulation")
 
 
 def register() -> None:
-    """Put the kernels into vLLM's tables for CPUs, behind kernels that need instructions which we do not use (AMX).
-
-    vLLM calls it in each of its processes. It does nothing, and logs why: on another platform than a CPU (level debug),
-    with a version of vLLM that was not tested, without the native library (level warning).
-    """
+    """Put the kernels into vLLM's tables for CPUs, behind kernels that need instructions which we do not use (AMX)."""
     from vllm.logger import init_logger
     from vllm.platforms import PlatformEnum, current_platform
     from vllm.version import __version__ as vllm_version

@@ -162,16 +162,14 @@ class WeightOnlyNvfp4(CompressedTensorsW4A4Fp4):
 
 
 class MinifloatCompressedTensorsConfig(CompressedTensorsConfig):
-    """vLLM's config of compressed-tensors, with other schemes where vLLM decides before it looks into a table.
-
-    - NVFP4 with 16-bit inputs: vLLM asks for Marlin, which needs a GPU.
-    - FP8 per tensor with quantized inputs: vLLM rounds the weights of fused layers again, to one scale, by an operator
-      that its build for CPUs does not have. Its own scheme for 16-bit inputs keeps each scale.
-    """
+    """vLLM's config of compressed-tensors, with other schemes where vLLM decides before it looks into a table."""
 
     def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_nvfp4_format(weight_quant) and input_quant is None:
+            # vLLM asks for Marlin, which needs a GPU
             return WeightOnlyNvfp4()
+        # vLLM rounds the weights of fused layers again, to one scale, by an operator that its build for CPUs lacks;
+        # its own scheme for 16-bit inputs keeps each scale
         per_tensor = weight_quant.strategy == QuantizationStrategy.TENSOR
         if per_tensor and weight_quant.num_bits == 8 and self._is_fp8_w8a8(weight_quant, input_quant):
             return CompressedTensorsW8A16Fp8(weight_quant, is_static_input_scheme=not input_quant.dynamic)
@@ -209,11 +207,7 @@ class MinifloatBf16LinearMethod(UnquantizedLinearMethod):
 
 
 class MinifloatBf16EmbeddingMethod(UnquantizedEmbeddingMethod):
-    """vLLM's method for unquantized embeddings and output layers; the table of an output layer is packed beside it.
-
-    An embedding may be an output layer too. Its table is packed when it is first multiplied, so that an embedding which
-    is none needs no second copy.
-    """
+    """vLLM's method for unquantized embeddings and output layers; the table of an output layer is packed beside it."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave a BF16 table as it is."""
@@ -224,6 +218,7 @@ class MinifloatBf16EmbeddingMethod(UnquantizedEmbeddingMethod):
         if not packed.is_bf16_matrix(layer.weight):
             theirs: Tensor = super().apply(layer, x, bias)
             return theirs
+        # An embedding may be an output layer too: packed when first multiplied, one that is none needs no second copy.
         if not packed.is_held(layer):
             packed.hold(layer, layer.weight.data, keep=True)
         return packed.multiply(layer, x, bias)
