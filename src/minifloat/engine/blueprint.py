@@ -72,7 +72,6 @@ def why_not_supported(config: Any, dtype: torch.dtype) -> str:
 
 
 def blueprint_of(config: Any, dtype: torch.dtype) -> Blueprint:
-    """Return the structure of a model."""
     text = text_of(config)
     values: Any = text.config
     try:
@@ -141,7 +140,6 @@ def _powers(theta: float, dim: int) -> Tensor:
 
 
 def _linear(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Stretch all wavelengths by a factor."""
     factor: float = rope["factor"]
     return frequencies / factor
 

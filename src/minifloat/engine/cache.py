@@ -37,7 +37,6 @@ _LEAST_TOKENS = 64
 
 
 def blocks_for(tokens: int) -> int:
-    """Return the number of blocks that `tokens` tokens of one sequence take."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -56,7 +55,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without a user."""
         return len(self._unused)
 
     @property
@@ -90,7 +88,6 @@ class BlockPool:
         return hashlib.sha256(self._salt + salt.encode()).digest()
 
     def digests(self, root: bytes, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-        """Return the digests of all full blocks of a sequence."""
         digests = list(known)
         before = digests[-1] if digests else root
         for start in range(len(digests) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -177,8 +174,6 @@ _GPU_SHARE = 0.85
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The size of a KV cache."""
-
     bytes_per_block: int
     blocks: int
     max_model_len: int
@@ -187,7 +182,6 @@ class CacheSize:
 
 
 def tokens_of_a_step(options: EngineOptions, device: torch.device) -> int:
-    """Return the most tokens that one step computes."""
     tokens = options.max_num_batched_tokens or (_STEP_TOKENS if device.type == "cpu" else _STEP_TOKENS_ON_GPU)
     if tokens <= options.max_num_seqs:
         raise UsageError(
@@ -197,7 +191,6 @@ def tokens_of_a_step(options: EngineOptions, device: torch.device) -> int:
 
 
 def sequence_length(options: EngineOptions, config: Any) -> int:
-    """Return the tokens of the longest sequence that the model allows."""
     positions = position_limit(config) or sys.maxsize
     length = options.max_model_len or positions
     if length > positions:
@@ -249,7 +242,6 @@ def cache_size(
 
 
 def _require_free(budget: int, device: torch.device) -> None:
-    """Refuse a cache for which there is no memory."""
     free = available_memory(device)
     if budget > free:
         raise UsageError(

@@ -45,8 +45,6 @@ _LOG = logging.getLogger(__name__)
 
 
 class FP8Inputs:
-    """Makes the weights for inputs in FP8."""
-
     def __init__(self, tensors: StoredTensors, choice: str) -> None:
         self.nbytes = 0
         self._all = choice == "fp8"
@@ -80,7 +78,6 @@ class FP8Inputs:
         return made
 
     def report(self) -> None:
-        """Log what was made, and what was not."""
         reasons = "; ".join(f"{reason} ({listing(names)})" for reason, names in self._without.items())
         if self._all and not self.nbytes:
             raise KernelUnavailable(
@@ -162,12 +159,10 @@ class DeviceDecoder:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.embedding.device
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the weights that one token is multiplied with."""
         return self.lm_head.nbytes + sum(linear.nbytes for linear in self._linears)
 
     @property
@@ -188,8 +183,6 @@ class DeviceDecoder:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Several consecutive tokens of one sequence."""
-
     rows: slice
     start: int
     blocks: Tensor
@@ -281,8 +274,6 @@ def build_device_decoder(
 
 
 class _Builder:
-    """Reads the weights of a model, part by part."""
-
     def __init__(self, blueprint: Blueprint, weights: WeightSource, impl: str, inputs: FP8Inputs | None) -> None:
         self._blueprint, self._weights, self._impl, self._inputs = blueprint, weights, impl, inputs
         self._dequantized: dict[str, list[str]] = {}
@@ -311,7 +302,6 @@ class _Builder:
         return self._weights.tensor(layout.weight).float().contiguous()
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> FusedLinear:
-        """Return the last linear."""
         layout = self._blueprint.layout.lm_head
         weight = self._weights.matrix(layout.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):

@@ -58,7 +58,6 @@ class BlockTables:
         rows[:count, 2] = blocks[np.arange(count), positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a sequence, whose blocks may be given to another."""
         row = self._rows.pop(sequence.request_id, None)
         if row is not None:
             self._lengths[row] = 0
@@ -86,15 +85,11 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class Graph(Protocol):
-    """A function that was recorded once."""
-
     def replay(self) -> None:
         """Run the function again, on the same memory."""
 
 
 class CudaGraph:
-    """A CUDA graph."""
-
     def __init__(self, work: Callable[[], None], pool: Any) -> None:
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
         aside.wait_stream(torch.cuda.current_stream())
@@ -107,7 +102,6 @@ class CudaGraph:
             work()
 
     def replay(self) -> None:
-        """Run the recorded function again."""
         self._graph.replay()
 
 
@@ -120,8 +114,6 @@ class PlainCall:
 
 
 class DecodeGraphs:
-    """The graphs of a decoder, and their buffers."""
-
     def __init__(self, decoder: DeviceDecoder, cache: PagedCache, rows: int, width: int) -> None:
         self._decoder, self._cache, self._device = decoder, cache, decoder.device
         self.inputs = torch.zeros(rows, COLUMNS + width, dtype=torch.int32, device=self._device)
@@ -143,7 +135,6 @@ class DecodeGraphs:
         return min(size for size in self._graphs if size >= count)
 
     def run(self, rows: NDArray[np.int32], tokens: Tensor | None = None) -> Tensor:
-        """Compute one token of each sequence."""
         count, columns = rows.shape
         self.inputs[:count, :columns].copy_(staged(rows, self._device), non_blocking=True)
         if tokens is not None:
@@ -157,8 +148,6 @@ class DecodeGraphs:
 
 
 class DeviceRunner(Runner):
-    """Runs the decoder of a device."""
-
     name, on_device = "device", True
 
     @torch.no_grad()
@@ -183,14 +172,12 @@ class DeviceRunner(Runner):
 
     @torch.no_grad()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
-        """Compute tokens, as `Runner.run`; the logits are on the device, and the next call may overwrite them."""
         if all(end - start == 1 and end == len(sequence.tokens) for sequence, start, end, *_ in works):
             return self._run_graph(works)
         return step(self._decoder, self._cache, self._mixed(works)).float()
 
     @torch.no_grad()
     def run_ahead(self, works: Sequences[WorkItem], tokens: Tensor) -> Tensor:
-        """Compute one token of each sequence, as `run`, before the host knows the tokens."""
         return self._run_graph(works, tokens)
 
     def _run_graph(self, works: Sequences[WorkItem], tokens: Tensor | None = None) -> Tensor:
@@ -199,7 +186,6 @@ class DeviceRunner(Runner):
         return self._graphs.run(rows, tokens)[: len(works)]
 
     def release(self, sequence: Sequence) -> None:
-        """Forget the block table of a sequence, whose blocks may be given to another."""
         self._tables.release(sequence)
 
     def _width(self, works: Sequences[WorkItem]) -> int:

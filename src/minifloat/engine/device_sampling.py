@@ -70,8 +70,6 @@ def sample(logits: Tensor, states: Sequence[SamplingState], *, ahead: int = 0) -
 
 
 class _Kind(Enum):
-    """The way in which the next token of a row is chosen."""
-
     GREEDY = "the most probable one"
     DRAWN = "drawn from all"
     TOP_K = "drawn from a few of the most probable ones"
@@ -90,7 +88,6 @@ def _kind(params: SamplingParams) -> _Kind:
 
 
 def _settings(row: int, state: SamplingState, ahead: int) -> tuple[float, ...]:
-    """Return the index of a row and the settings that `draw` takes."""
     params = state.params
     return float(row), params.temperature, params.top_k, params.top_p, params.min_p, state.uniform(ahead)
 

@@ -51,7 +51,6 @@ class PromptLookup:
     memory = 0
 
     def propose(self, sequences: Sequences[Sequence], counts: Sequences[int]) -> list[tuple[int, ...]]:
-        """Propose tokens, as `Drafter.propose`."""
         return [_following(sequence.tokens, count) for sequence, count in zip(sequences, counts, strict=True)]
 
     def release(self, sequence: Sequence) -> None:
@@ -78,8 +77,6 @@ def _following(tokens: Sequences[int], count: int) -> tuple[int, ...]:
 # writes those of its drafts where the model overwrites them in the same step. Others have a cache of their own, with
 # the same block numbers, and compute each sequence from its first token.
 class ModelDrafter:
-    """Proposes the tokens that a draft model chooses."""
-
     def __init__(self, name: str, runner: NativeRunner, *, shares_cache: bool, memory: int) -> None:
         self.name, self.memory, self.shares_cache = name, memory, shares_cache
         self.weight_bytes = runner.weight_bytes
@@ -110,7 +107,6 @@ class ModelDrafter:
                 del sequence.tokens[length:]
 
     def release(self, sequence: Sequence) -> None:
-        """Forget the state of a sequence that has lost its blocks or is finished."""
         self._computed.pop(sequence.request_id, None)
 
     def _catch_up(self, sequence: Sequence) -> WorkItem:
@@ -148,7 +144,6 @@ def open_drafter(
     tokenizer: TextTokenizer,
     read_draft: Callable[[Checkpoint], Decoder],
 ) -> Drafter | None:
-    """Make the drafter, or return None if the options ask for none."""
     kind = "draft" if options.draft is not None else options.speculate
     if kind is None:
         return None
@@ -204,7 +199,6 @@ def _read_draft(
 
 
 def _check_memory(nbytes: int, what: str) -> None:
-    """Raise UsageError if memory is missing."""
     free = available_memory()
     if nbytes > free:
         raise UsageError(f"speculate: {what} takes {nbytes / _MIB:.0f} MiB, and {free / _MIB:.0f} MiB are free")
@@ -274,7 +268,6 @@ class SelfDraft:
 
 
 def why_not_draft(model: Decoder, draft: Decoder) -> str:
-    """Return why a decoder cannot draft for a model; empty if it can."""
     if draft.lm_head.shape[0] != model.lm_head.shape[0]:
         return f"it has {draft.lm_head.shape[0]} logits per token, the model {model.lm_head.shape[0]}"
     if draft.state_floats:

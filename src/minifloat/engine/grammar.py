@@ -30,13 +30,10 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 @dataclass(frozen=True)
 class Grammar:
-    """The rules that a text must follow."""
-
     source: str
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
-        """Return the grammar of the JSON that a schema accepts."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except (RecursionError, TypeError, ValueError) as error:
@@ -50,14 +47,11 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What grammars may take."""
-
     grammars: int = 16
     idle: int = 4  # without a text, kept for the next request
     seconds: float = 10.0  # processor time that the texts of a grammar begin with, and have in store at most
@@ -109,7 +103,6 @@ class GrammarState:
         self.grammars.add(self, token)
 
     def close(self) -> None:
-        """Forget the text."""
         self.grammars.close_state(self)
 
 
@@ -140,7 +133,6 @@ class Grammars:
         self._compiled: dict[str, _Compiled] = {}  # the one that was used last is the last
 
     def __len__(self) -> int:
-        """Number of grammars that are at work or kept."""
         return len(self._compiled)
 
     def prepare(self) -> Any:
@@ -180,7 +172,6 @@ class Grammars:
         return state
 
     def _make_room(self) -> None:
-        """Forget a grammar that no text needs, if there are too many."""
         if len(self._compiled) < self.limits.grammars:
             return
         idle = self._idle()
@@ -231,13 +222,11 @@ class Grammars:
             self._forget(compiled)
 
     def close(self) -> None:
-        """Forget all grammars, and let their texts fail."""
         with self._answers:
             for compiled in list(self._compiled.values()):
                 self._fail(compiled, UsageError("response_format: the engine has been closed"))
 
     def _fail(self, compiled: _Compiled, error: UsageError) -> None:
-        """Let all texts of a grammar fail."""
         with self._answers:
             self._forget(compiled)
             for state in compiled.states:
@@ -296,7 +285,6 @@ class Grammars:
 
     @staticmethod
     def _timed(compiled: _Compiled, work: Callable[[], Any]) -> Any:
-        """Do work on the processor time of a grammar."""
         started = time.thread_time()
         try:
             return work()

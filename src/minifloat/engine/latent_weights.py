@@ -24,8 +24,6 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class HeadFormats:
-    """The formats of the weights of each head."""
-
     keys: WeightSpec | None
     values: WeightSpec | None
     has_factors: bool
@@ -42,7 +40,6 @@ class HeadWeights:
 
 
 def head_formats(spec: WeightSpec | None, plain: int, value_dim: int, rank: int) -> HeadFormats:
-    """Return the formats that the weights of each head have."""
     if spec is None:
         return HeadFormats(None, None, has_factors=False)
     rows, cols = _block(spec, plain, value_dim, rank)

@@ -69,7 +69,6 @@ class NativeWeights:
         self._bytes_in_bf16, self._rounds_keys = 0, False
 
     def table(self, name: str) -> Tensor:
-        """Return an embedding ``[vocab, size]``."""
         return self.weights.tensor(name).contiguous()
 
     def norm(self, layout: NormLayout) -> Norm:
@@ -84,7 +83,6 @@ class NativeWeights:
         return None if layout is None else self.norm(layout)
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
-        """Return the last linear."""
         layout = self.blueprint.layout.lm_head
         weight = self.weights.matrix(layout.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
@@ -105,15 +103,12 @@ class NativeWeights:
             )
 
     def linear(self, layout: LinearLayout) -> PackedWeight:
-        """Return the weight of a linear."""
         return self._pack_stored(self.weights.matrix(layout.weight), layout.name)
 
     def fused(self, layouts: Sequence[LinearLayout]) -> FusedWeights:
-        """Return the weights of linears with the same input."""
         return grouped(FusedWeights, [self.linear(layout) for layout in layouts], layouts[0].name)
 
     def bias(self, layout: LinearLayout) -> Tensor | None:
-        """Return the bias of a linear ``[N]``, or None."""
         return None if layout.bias is None else self.weights.tensor(layout.bias).contiguous()
 
     def biases(self, layouts: Sequence[LinearLayout]) -> tuple[Tensor | None, ...] | None:
@@ -180,7 +175,6 @@ def _gate_first(matrix: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
 
 
 def grouped(kind: type[_Weights], weights: list[PackedWeight], name: str) -> _Weights:
-    """Put weights together that one call multiplies with."""
     try:
         return kind(weights)
     except MinifloatError as error:
@@ -202,7 +196,6 @@ def build_native_decoder(
     int8_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> Decoder:
-    """Read and pack the weights of a model."""
     packed = NativeWeights(blueprint, weights, Packing(impl, torch.device("cpu"), int8_inputs=int8_inputs))
     layout, builder = blueprint.layout, LayerBuilder(packed)
     with weights.reading_ahead():
@@ -257,7 +250,6 @@ class LayerBuilder:
         return self._part(LayerInputs, layout, table=self._packed.table(layout.table), table_factor=factor)
 
     def layer(self, layout: LayerLayout, kv_scales: tuple[float, float]) -> Layer:
-        """Return a layer."""
         before = {name: self._read(getattr(layout, name)) for name in ("input_norm", "attention_norm")}
         if isinstance(layout.attention, DeltaLayout):
             before["attention"] = self._delta(layout.attention)
@@ -349,5 +341,4 @@ class LayerBuilder:
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """Return a factor as a number of a dtype."""
     return float(torch.tensor(factor).to(dtype))

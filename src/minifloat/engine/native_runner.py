@@ -17,8 +17,6 @@ _NO_PREFIXES = (
 
 
 class NativeRunner(Runner):
-    """Runs the decoder of the CPU."""
-
     name = "native"
 
     def __init__(
@@ -52,7 +50,6 @@ class NativeRunner(Runner):
         return NativeRunner(decoder, self.cache.blocks, self.kv_element, self._impl, cache=cache)
 
     def run(self, works: Sequences[WorkItem]) -> Tensor:
-        """Compute tokens, as `Runner.run`."""
         batch = batch_of(works)
         return step(self.decoder, self.cache, batch, self._impl, self.states, nanoseconds=self._nanoseconds)
 
@@ -61,7 +58,6 @@ class NativeRunner(Runner):
 
 
 def batch_of(works: Sequences[WorkItem]) -> StepBatch:
-    """Return the decoder's inputs for some work."""
     tokens: list[int] = []
     positions: list[int] = []
     starts, contexts = [0], []

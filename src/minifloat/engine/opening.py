@@ -56,8 +56,6 @@ _Scales = TypeVar("_Scales")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is ready to run."""
-
     runner: Runner
     info: ModelInfo
     config: Any
@@ -80,7 +78,6 @@ class _Loaded:
 def open_model(
     path: str | os.PathLike[str], options: EngineOptions, checkpoint: Checkpoint | None = None
 ) -> OpenedModel:
-    """Load a checkpoint for serving."""
     started = time.perf_counter()
     device = device_named(options.device)
     if options.deterministic:
@@ -136,7 +133,6 @@ def open_model(
 
 
 def _isa(deterministic: bool) -> str:
-    """Return the instruction set that the native decoder computes with."""
     library = native.load()
     return "none" if library is None else library.invariant_isa if deterministic else library.isa
 
@@ -163,7 +159,6 @@ def _load_decoder(
 
 
 def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: torch.dtype) -> Decoder:
-    """Read a checkpoint into the decoder of the CPU, as a draft model for another."""
     tensors = StoredTensors(checkpoint, describe(checkpoint))
     try:
         config, cpu = _config(checkpoint), torch.device("cpu")
@@ -232,7 +227,6 @@ def _generation(checkpoint: Checkpoint) -> Any:
 def _load_native(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
 ) -> tuple[Runner, CacheSize, str]:
-    """Load the decoder of the CPU."""
     element, scales = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     decoder = build_native_decoder(
@@ -325,7 +319,6 @@ def _load_transformers(
 
 
 def _dtype(options: EngineOptions) -> torch.dtype | None:
-    """Return the dtype of the activations; None: that of the checkpoint."""
     dtype: torch.dtype | None = None if options.dtype is None else getattr(torch, options.dtype)
     return dtype
 

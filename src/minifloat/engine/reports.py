@@ -13,8 +13,6 @@ from minifloat.engine.speculation import SpeculationStats
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A loaded model."""
-
     name: str
     path: str
     architecture: str
@@ -46,14 +44,11 @@ class ModelInfo:
     isa: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """The numbers of one step."""
-
     running: int
     waiting: int
     kv_usage: float
@@ -99,7 +94,6 @@ class Reporter:
         nbytes: int,
         speculation: SpeculationStats | None = None,
     ) -> None:
-        """Report a step."""
         totals = (scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
         preemptions, queries, hits = (now - before for now, before in zip(totals, self._reported_totals, strict=True))
         self._reported_totals = totals
@@ -141,6 +135,5 @@ class Reporter:
         sequence.last_token = now
 
     def finished(self, reason: str, sequence: Sequence) -> None:
-        """Report the end of a request."""
         if self.listener is not None:
             self.listener.finished(reason, sequence.timings, sequence.usage)

@@ -167,14 +167,12 @@ Tokens = NDArray[np.int64]
 
 
 def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
-    """Draw a token."""
     tokens, weights = _distribution(logits, params)
     index = _invert(weights, uniform)
     return index if tokens is None else int(tokens[index])
 
 
 def race(logits: Logits, params: SamplingParams, times: Weights) -> int:
-    """Draw a token by a race."""
     tokens, weights = _distribution(logits, params)
     if tokens is None:
         return int((weights / times).argmax())
@@ -285,7 +283,6 @@ class SamplingState:
         self.length = 0
 
     def add(self, token: int) -> None:
-        """Record a token of the output."""
         self.length += 1
         if not self.params.changes_logits:
             return
@@ -360,8 +357,6 @@ def await_grammars(states: Sequence[SamplingState], *, until_added: bool = False
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its probability."""
-
     token: int
     text: str
     raw: bytes
@@ -394,7 +389,6 @@ class Postponed(Exception):
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
-    """Choose the next token of each sequence."""
     # In numpy: synchronizing torch's threads takes longer than these few rows.
     await_grammars(states)
     rows: Logits = logits.numpy()
@@ -408,7 +402,6 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
 
 
 def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> TokenChoice:
-    """Choose the next token of one sequence."""
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best

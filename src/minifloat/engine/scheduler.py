@@ -42,7 +42,6 @@ class WorkItem(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to compute."""
         tokens = self.sequence.tokens[self.start : self.end]
         return [*tokens, *self.drafts] if self.drafts else tokens
 
@@ -89,11 +88,9 @@ class Scheduler:
         self.prefix_hits = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence, and release its blocks."""
         if sequence.state is State.RUNNING:
             self._stop(sequence)
         elif sequence.state is State.WAITING:
@@ -211,7 +208,6 @@ class Scheduler:
         return True
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take blocks and slot from a running sequence."""
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []

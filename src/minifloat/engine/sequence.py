@@ -15,8 +15,6 @@ from minifloat.engine.text import TextStream
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue."""
-
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -59,11 +57,9 @@ class Delivery:
     caused_by_request: bool = False
 
     def renamed(self, request_id: str) -> Delivery:
-        """Return a copy with another request id."""
         return replace(self, request_id=request_id)
 
     def __add__(self, later: Delivery) -> Delivery:
-        """Join this delivery and the next one of the same request."""
         return Delivery.joined([self, later])
 
     @staticmethod
@@ -105,7 +101,6 @@ class GeneratedText:
 
     @classmethod
     def of(cls, request: Request, delivery: Delivery) -> GeneratedText:
-        """Return the result of a request, given the sum of all its deliveries."""
         if delivery.finish_reason == "error":
             raise RuntimeError(f"prompt {delivery.request_id}: {delivery.error}")
         assert delivery.finish_reason is not None
@@ -126,8 +121,6 @@ class GeneratedText:
 
 
 class State(Enum):
-    """The state of a sequence in the scheduler."""
-
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -161,12 +154,10 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """Tokens of the output so far."""
         return self.tokens[self.prompt_length :]
 
     @property
     def output_length(self) -> int:
-        """Number of tokens of the output so far."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -202,5 +193,4 @@ class Sequence:
 
     @property
     def usage(self) -> TokenUsage:
-        """Token counts so far."""
         return TokenUsage(self.prompt_length, self.output_length, min(self.cached or 0, self.prompt_length))

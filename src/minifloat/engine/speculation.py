@@ -34,8 +34,6 @@ _TRY_EVERY = 96
 
 @dataclass
 class SpeculationStats:
-    """What speculation has done."""
-
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -53,7 +51,6 @@ class SpeculationStats:
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0
 
     def verified(self, proposed: int, accepted: int) -> None:
-        """Count a sequence of which some drafts were accepted."""
         self.drafts += 1
         self.draft_tokens += proposed
         self.accepted_tokens += accepted
@@ -61,7 +58,6 @@ class SpeculationStats:
             self.accepted_per_position[position] += 1
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        """Return the counts of both; they have the same number of positions."""
         positions = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
         return SpeculationStats(
             self.drafts + other.drafts,
@@ -110,8 +106,6 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Decides which sequences get how many drafts."""
-
     def __init__(
         self,
         drafter: Drafter,
@@ -128,7 +122,6 @@ class Speculator:
         self._started = 0.0
 
     def propose(self, items: list[WorkItem]) -> list[WorkItem]:
-        """Return the work of the next step with drafts added."""
         self.stats, self.last = self.stats + self.last, self._nothing()
         able = [item.sequence for item in items if _may_speculate(item)]
         self._started = 0.0
@@ -160,12 +153,10 @@ class Speculator:
         ]
 
     def computed(self, items: Sequences[WorkItem]) -> None:
-        """Note that the model has computed a step."""
         if self._started:
             self._length.computed(sum([item.end - item.start for item in items]), time.perf_counter() - self._started)
 
     def verified(self, proposed: int, accepted: int) -> None:
-        """Note how many drafts of a sequence were accepted."""
         self.last.verified(proposed, accepted)
         self._length.verified(proposed, accepted)
 
@@ -173,7 +164,6 @@ class Speculator:
         return SpeculationStats(accepted_per_position=[0] * self.longest)
 
     def _count(self, sequence: Sequence, longest: int) -> int:
-        """Return for how many drafts a sequence has room."""
         longest = min(longest, sequence.max_length - len(sequence.tokens) - 1)
         return self._room(sequence, longest) if longest > 0 else 0
 
@@ -201,7 +191,6 @@ class DraftLength:
         return self._successes / self._trials
 
     def choose(self, sequences: int) -> int:
-        """Return the number of drafts for each of some sequences."""
         self._steps += 1
         best = max(range(self._longest + 1), key=lambda count: self._rate(sequences, count))
         period, step = divmod(self._steps, _TRY_EVERY)
@@ -211,11 +200,9 @@ class DraftLength:
         return min(best + 1, self._longest) if period % 2 else max(best - 1, 0)
 
     def drafted(self, sequences: int, seconds: float) -> None:
-        """Note the time of one draft of each of some sequences."""
         self._draft.note(sequences, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Note the time of a step of the model with so many tokens."""
         self._model.note(tokens, seconds)
 
     def verified(self, proposed: int, accepted: int) -> None:
@@ -226,7 +213,6 @@ class DraftLength:
         self._successes = self._successes * keep + accepted
 
     def _rate(self, sequences: int, count: int) -> float:
-        """Tokens per second."""
         a = min(self.acceptance, 0.999)
         model = self._model.of(sequences * (1 + count))
         if model is None:
@@ -239,8 +225,6 @@ class DraftLength:
 
 
 class _Times:
-    """Times by number of tokens."""
-
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}

@@ -40,7 +40,6 @@ class Step:
         return all(item.sequence.state is not State.RUNNING for item in self.items)
 
     def wait(self) -> list[Choices]:
-        """Return the choices."""
         if isinstance(self.choices, PendingChoices):
             return [[choice] for choice in self.choices.wait()]
         return self.choices
@@ -90,7 +89,6 @@ def launch_next(
 
 
 def _without(items: Sequences[WorkItem], failures: Collection[str]) -> list[WorkItem]:
-    """Return the work of the requests that have not failed."""
     return [item for item in items if item.sequence.request_id not in failures] if failures else list(items)
 
 
@@ -137,7 +135,6 @@ def _score_prompts(
 
 
 def score(logits: Tensor, tokens: Sequences[int], alternatives: int) -> list[TokenChoice]:
-    """Return the log-probability of each token at its position."""
     count = min(max(alternatives, 1), logits.shape[1])
     choices: list[TokenChoice] = []
     for start in range(0, len(tokens), _ROWS):

@@ -59,8 +59,6 @@ def _decoder_of(tokenizer: TextTokenizer) -> Callable[[list[int]], str]:
 # The text of a token is the text with it minus the text without it, both decoded from a few tokens back, because the
 # first token of a text may be decoded differently (a leading space). Text that ends inside a character is held back.
 class Detokenizer:
-    """Turns tokens into text one by one."""
-
     def __init__(self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int]) -> None:
         self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)
         self._decode = self._decoder.text
@@ -85,7 +83,6 @@ class Detokenizer:
         return piece
 
     def rest(self) -> str:
-        """Return the text that is held back at the end."""
         return self._pending()
 
     def _incomplete(self, piece: str) -> int:
@@ -114,7 +111,6 @@ class StopStrings:
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """Add a piece of text."""
         if not self.stops:
             return piece, None
         text = self._held + piece
@@ -128,7 +124,6 @@ class StopStrings:
         return text[: len(text) - held], None
 
     def rest(self) -> str:
-        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -141,8 +136,6 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """The text of one sequence."""
-
     def __init__(
         self,
         tokenizer: TextTokenizer | TokenDecoder,

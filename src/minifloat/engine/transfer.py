@@ -19,7 +19,6 @@ def staged(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device, without waiting."""
     return staged(array, device).to(device, non_blocking=True)
 
 

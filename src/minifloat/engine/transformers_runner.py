@@ -41,8 +41,6 @@ class _SequenceCache:
 
 
 class TransformersRunner(Runner):
-    """Runs a transformers model."""
-
     name = "transformers"
 
     def __init__(self, model: PreTrainedModel, blocks: int, weight_bytes: int) -> None:
@@ -71,7 +69,6 @@ class TransformersRunner(Runner):
 
     @torch.inference_mode()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
-        """Compute tokens, as `Runner.run`."""
         return torch.cat([self._run_one(work) for work in works])
 
     def _run_one(self, work: WorkItem) -> Tensor:
@@ -94,5 +91,4 @@ class TransformersRunner(Runner):
         return logits[len(logits) - work.logits :].float().cpu()
 
     def release(self, sequence: Sequence) -> None:
-        """Forget the cache of a sequence."""
         self._caches.pop(sequence.request_id, None)

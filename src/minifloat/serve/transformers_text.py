@@ -54,7 +54,6 @@ def transformers_pieces(model: PreTrainedModel, prompt: str, params: SamplingPar
 def _stream(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], options: dict[str, Any]
 ) -> Iterator[str]:
-    """Run `generate` in a thread, and decode the tokens that it puts into a queue."""
     feed = _Feed(len(prompt))
     ids = torch.tensor([prompt], device=model.device)
     runner: Any = model
@@ -104,8 +103,6 @@ class _Feed(BaseStreamer):  # type: ignore[misc, no-any-unimported, unused-ignor
 
 
 class _Stop(StoppingCriteria):
-    """Stops generation when the iterator is closed."""
-
     def __init__(self, abandoned: threading.Event) -> None:
         self.abandoned = abandoned
 

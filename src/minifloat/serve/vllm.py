@@ -154,7 +154,6 @@ def find_hardware(version: str) -> str | None:
 
 
 def _require_loadable(options: VllmOptions, hardware: str | None, plugin: str | None) -> None:
-    """Run `check`, and log its notes and the expected kernels."""
     if hardware is None:
         known = ", ".join(ENGINE_HARDWARE)
         _LOG.warning("not checked whether vLLM loads this: unknown hardware; --hardware is one of %s", known)

@@ -33,8 +33,6 @@ class Disconnected(Exception):
 
 
 class Generation:
-    """The choices of one answer."""
-
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self._streams = streams
         self.held: Callable[[], None] | None = None

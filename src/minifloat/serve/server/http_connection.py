@@ -45,8 +45,6 @@ _LINGER_BODIES = 2
 
 
 class _Wait(enum.Enum):
-    """What a connection waits for."""
-
     REQUEST = "the first byte of a request"
     HEAD = "the rest of a head"
     BODY = "the rest of a body"
@@ -55,8 +53,6 @@ class _Wait(enum.Enum):
 
 
 class ConnectionLimit:
-    """The limit on the connections of a server."""
-
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.open = 0
@@ -195,7 +191,6 @@ class HTTPConnection(H11Protocol):
         self._deadline = self.loop.call_later(seconds, self.drop)
 
     def _check_taken(self) -> None:
-        """Drop a client that takes next to nothing of what was written."""
         unsent = self._socket.get_write_buffer_size()
         if unsent > self._unsent - _MIN_TAKEN:
             self.drop()

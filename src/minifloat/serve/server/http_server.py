@@ -114,7 +114,6 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal, and abort at the second."""
         # uvicorn's handler raises the signals again at the end, which turns a requested stop into a death by signal.
         if self.should_exit:
             self.force_exit = True

@@ -135,7 +135,6 @@ class Metrics:
             self._seconds[-1].add(stats, self._engine.waiting)
 
     def token(self, since_previous: float) -> None:
-        """Record the time between two tokens of a request."""
         self._itl.observe(since_previous)
         with self._lock:
             self._inter_token.append((time.monotonic(), since_previous))

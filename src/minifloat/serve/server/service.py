@@ -46,8 +46,6 @@ _SHORT = 10_000
 
 
 class Prompts:
-    """Encodes and decodes prompts."""
-
     def __init__(self, tokenizer: TextTokenizer, template: str | None, max_characters: int, vocab_size: int) -> None:
         self._template = template
         self._tokenizer, self._max_characters, self._vocab_size = tokenizer, max_characters, vocab_size
@@ -63,7 +61,6 @@ class Prompts:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def run_in_thread(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run a slow function in the tokenizer's thread."""
         return await self._run(self._thread, work, *arguments)
 
     async def _run(self, thread: ThreadPoolExecutor, work: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -130,7 +127,6 @@ class Prompts:
         return str(await self._run(self._thread_for(len(tokens)), self._tokenizer.decode, list(tokens)))
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the names of tokens in the vocabulary."""
         name = self._tokenizer.convert_ids_to_tokens
         return await self._run(self._thread_for(len(tokens)), lambda: [str(name(token)) for token in tokens])
 
@@ -163,8 +159,6 @@ async def require_json(caller: HTTPRequest) -> None:
 
 
 class Service:
-    """A served model."""
-
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.info = engine, settings, engine.engine.info
         self.created = int(time.time())

@@ -94,7 +94,6 @@ def hash_key(key: bytes) -> bytes:
 
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozenset[bytes]:
-    """Return the hashes of the keys that `collect_api_keys` collects."""
     return frozenset(hash_key(key.encode("ascii")) for key in collect_api_keys(keys, file))
 
 
