@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from native_cases import model_of, write
 
-from minifloat.engine import Engine, EngineOptions, blueprint
+from minifloat.engine import Engine, EngineOptions, blueprint, opening
+from minifloat.engine.grammar import Grammars
 from minifloat.errors import UsageError
 
 #: Opens an engine, generates, and makes the server's application; prints which modules were imported.
@@ -76,6 +77,19 @@ def test_the_help_of_a_command_imports_no_torch(command: str) -> None:
     code = "import sys; from click.testing import CliRunner; from minifloat.commands.main import main\n"
     code += f"assert CliRunner().invoke(main, ['{command}', '--help']).exit_code == 0; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_tokenizer_is_read_for_grammars_before_the_weights_where_a_server_asks(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    build = opening.build_native_decoder
+    monkeypatch.setattr(Grammars, "prepare_ahead", lambda self: order.append(f"tokenizer {self._vocab}"))
+    monkeypatch.setattr(opening, "build_native_decoder", lambda *a, **k: order.append("weights") or build(*a, **k))
+    engine = Engine(llama_folder, EngineOptions(kv_cache_memory=1 << 20), grammars=True)
+    assert order == [f"tokenizer {engine.info.vocab_size}", "weights"]
+    Engine(llama_folder, EngineOptions(kv_cache_memory=1 << 20))
+    assert order[2:] == ["weights"]
 
 
 def test_a_cache_for_which_there_is_no_memory_is_refused_with_what_is_free(llama_folder: Path) -> None:

@@ -114,7 +114,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the thread. The OpenMP threads of the calling thread, which may have loaded the model, are released.
 
-        llguidance reads the tokenizer meanwhile, since that would hold up other requests once some are running.
+        llguidance reads the tokenizer meanwhile, if it has not: once requests are running, that would hold them up.
         """
         release()
         self._loop = asyncio.get_running_loop()

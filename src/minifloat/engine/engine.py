@@ -76,6 +76,7 @@ class Engine:
         tokenizer: The tokenizer to use; None: that of the folder.
         checkpoint: The open checkpoint of `path`; None: it is opened here.
         observer: Receives reports of steps, tokens and requests.
+        grammars: Let llguidance read the tokenizer while the weights are packed: later it holds up other requests.
 
     Attributes:
         info: Name, formats and sizes of the model.
@@ -99,6 +100,7 @@ class Engine:
         tokenizer: TextTokenizer | None = None,
         checkpoint: Checkpoint | None = None,
         observer: EngineListener | None = None,
+        grammars: bool = False,
     ) -> None:
         options = options or EngineOptions()
         self._device = device_named(options.device)
@@ -107,7 +109,7 @@ class Engine:
         folder = model_folder(path, revision=revision)
         self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
-            opened = open_model(folder, options, checkpoint)
+            opened = open_model(folder, options, checkpoint, functools.partial(self._set_tokens, ahead=grammars))
             read_draft = functools.partial(read_decoder, options=options, dtype=getattr(torch, opened.info.dtype))
             drafter = open_drafter(options, opened.runner, self.tokenizer, read_draft)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
@@ -115,11 +117,6 @@ class Engine:
         self._reporter = Reporter(observer)
         self._texts = TokenTexts(self.tokenizer)
         self._decoder = TokenDecoder(self.tokenizer)
-        ends, vocab = end_tokens(opened.generation_config, opened.config, self.tokenizer), self._runner.vocab
-        self._end_tokens = frozenset(token for token in ends if token < vocab)
-        if self._end_tokens != ends:
-            _LOG.warning("no answer ends with the tokens %s: the model has %d", sorted(ends - self._end_tokens), vocab)
-        self._grammars = Grammars(self.tokenizer, vocab, sorted(self._end_tokens))
         if not options.prefix_cache:
             self.info = dataclasses.replace(self.info, reason_no_prefix_cache="it is switched off")
         elif self._runner.name != "transformers" and self.info.reason_no_prefix_cache:
@@ -145,6 +142,15 @@ class Engine:
         self._postponed: dict[str, tuple[Sequence, Logits | None]] = {}
         self._unsettled: list[Sequence] = []  # their grammars may have ended with the tokens of this step
         self._next: Step | None = None  # the step that the device computes already
+
+    def _set_tokens(self, config: Any, generation: Any, vocab: int, *, ahead: bool) -> None:
+        ends = end_tokens(generation, config, self.tokenizer)
+        self._end_tokens = frozenset(token for token in ends if token < vocab)
+        if self._end_tokens != ends:
+            _LOG.warning("no answer ends with the tokens %s: the model has %d", sorted(ends - self._end_tokens), vocab)
+        self._grammars = Grammars(self.tokenizer, vocab, sorted(self._end_tokens))
+        if ahead:
+            self._grammars.prepare_ahead()
 
     @property
     def observer(self) -> EngineListener | None:
@@ -210,7 +216,7 @@ class Engine:
         Raises:
             UsageError: If the request can never run (`check`), or its grammar cannot be used.
             QueueFull: As `compile`.
-            KernelUnavailable: As `prepare_grammars`.
+            KernelUnavailable: As `compile`.
         """
         params = request.params
         self.check(request.prompt, params)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,15 @@ class Grammars:
 
     def __len__(self) -> int:
         return len(self._compiled)
+
+    def prepare_ahead(self) -> None:
+        """Begin `prepare` in a thread; if it fails, a request with a grammar says why."""
+
+        def prepare() -> None:
+            with suppress(KernelUnavailable):
+                self.prepare()
+
+        threading.Thread(target=prepare, name="minifloat-grammars", daemon=True).start()
 
     def prepare(self) -> Any:
         """Return llguidance's tokenizer; making it takes a second for a large vocabulary, and stops other threads."""

@@ -76,7 +76,10 @@ class _Loaded:
 
 
 def open_model(
-    path: str | os.PathLike[str], options: EngineOptions, checkpoint: Checkpoint | None = None
+    path: str | os.PathLike[str],
+    options: EngineOptions,
+    checkpoint: Checkpoint | None = None,
+    before_weights: Callable[[Any, Any, int], None] = lambda config, generation, vocab: None,
 ) -> OpenedModel:
     started = time.perf_counter()
     device = device_named(options.device)
@@ -93,11 +96,12 @@ def open_model(
         inspection = inspect_opened(folder, checkpoint, description)
         size = size_text(inspection.nbytes)
         _LOG.info("loading %s: %s in %d file(s), to %s", folder.name, size, inspection.shards, device)
-        loaded, reason = _load_decoder(checkpoint, description, options, device)
+        loaded, reason = _load_decoder(checkpoint, description, options, device, before_weights)
         if options.deterministic and loaded is None:
             raise UsageError(f"deterministic: the native decoder of the CPU does not run this model: {reason}")
         if loaded is None:
             loaded = _load_transformers(checkpoint, description, options, device, reason, inspection.nbytes)
+            before_weights(loaded.config, loaded.generation_config, loaded.runner.vocab)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
     runner = loaded.runner
     info = ModelInfo(
@@ -138,7 +142,11 @@ def _isa(deterministic: bool) -> str:
 
 
 def _load_decoder(
-    checkpoint: Checkpoint, description: Description, options: EngineOptions, device: torch.device
+    checkpoint: Checkpoint,
+    description: Description,
+    options: EngineOptions,
+    device: torch.device,
+    before_weights: Callable[[Any, Any, int], None],
 ) -> tuple[_Loaded | None, str]:
     """Load the decoder of the CPU or of the GPU, or return why it does not support the model."""
     if options.runner == "transformers":
@@ -150,12 +158,14 @@ def _load_decoder(
     load = _load_device if on_device else _load_native
     try:
         blueprint, weights = _structure(config, tensors, dtype, device, options.max_model_len)
+        generation = _generation(checkpoint)
+        before_weights(config, generation, blueprint.layout.lm_head.shape[0])
         runner, size, lm_head = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
     if has_towers(config.model_type):
         _LOG.warning("%s: %s", config.model_type, TEXT_ONLY)
-    return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
+    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size, lm_head), ""
 
 
 def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: torch.dtype) -> Decoder:

@@ -48,7 +48,7 @@ def serve_checkpoint(
             if settings.threads is not None:
                 set_threads(settings.threads)
             with importing("minifloat.serve.server.app"):
-                loaded = Engine(path, options, revision=revision)
+                loaded = Engine(path, options, revision=revision, grammars=True)
             from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, settings.max_num_queued_reqs), settings, listening)
