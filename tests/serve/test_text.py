@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,46 +115,12 @@ def test_a_small_top_p_is_greedy(model: PreTrainedModel) -> None:
     assert "".join(generate(model, PROMPT, max_new_tokens=12, temperature=1.0, top_p=1e-6, seed=0)) == greedy
 
 
-def test_draws_follow_the_probabilities() -> None:
-    from minifloat.serve.transformers_text import _Sampler
-
-    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
-    sampler = _Sampler(SamplingParams(temperature=1.0, top_p=0.75, seed=0), [0])
-    drawn = torch.tensor([int(sampler(torch.zeros(1, 1), scores).argmax()) for _ in range(2000)])
-    counts = torch.bincount(drawn, minlength=4) / 2000
-    torch.testing.assert_close(counts, torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
-
-
 def test_a_seed_draws_the_tokens_that_the_engine_draws(model: PreTrainedModel, llama_folder: Path) -> None:
     engine = Engine(llama_folder, EngineOptions(dtype="float32", runner="transformers"))
     params = SamplingParams(temperature=1.5, top_p=0.9, seed=3, max_tokens=12)
     (completion,) = engine.generate(PROMPT, params)
     text = "".join(generate(model, PROMPT, max_new_tokens=12, temperature=1.5, top_p=0.9, seed=3))
     assert text == completion.text
-
-
-def test_closing_the_iterator_ends_the_thread(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(model, monkeypatch, [5] * 500)
-    before = threading.active_count()
-    stream = generate(model, PROMPT, max_new_tokens=100)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == before
-
-
-def test_an_interrupt_in_a_loop_over_it_ends_the_thread(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    force(model, monkeypatch, [5] * 500)
-    before = threading.active_count()
-
-    def reader() -> None:
-        for _ in generate(model, PROMPT, max_new_tokens=100):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        reader()
-    assert threading.active_count() == before
 
 
 def test_an_error_in_the_model_reaches_the_reader(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 The engine's native decoder runs a checkpoint where it computes what `load` would: it starts in a fraction of the time,
 because it needs no transformers. It never quantizes the inputs of linears, so checkpoints that declare quantized inputs
-are left to transformers' code (`transformers_text`), unless the caller wants weights only.
+are left to transformers' code, unless the caller wants weights only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from minifloat.engine import Engine, SamplingParams
+    from minifloat.engine.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
+_EMPTY = "the prompt is empty, and the tokenizer has no token to begin a text with"
 
 
 def generate(
@@ -76,9 +78,7 @@ def generate(
         model = open_text_model(model_folder(model, revision=revision), options)
     if isinstance(model, Engine):
         return _native_pieces(model, prompt, params)
-    from minifloat.serve.transformers_text import transformers_pieces
-
-    return transformers_pieces(model, prompt, params)
+    return _transformers_pieces(model, prompt, params)
 
 
 def open_text_model(
@@ -124,7 +124,7 @@ def open_text_model(
 def _native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterator[str]:
     tokens = engine.encode(prompt)
     if not tokens:
-        raise UsageError("the prompt is empty, and the tokenizer has no token to begin a text with")
+        raise UsageError(_EMPTY)
     limit = engine.info.max_model_len
     if len(tokens) >= limit:
         raise UsageError(f"the prompt has {len(tokens)} tokens; the model attends to {limit}")
@@ -137,3 +137,45 @@ def _pieces(engine: Engine, tokens: tuple[int, ...], params: SamplingParams) -> 
             raise MinifloatError(f"the text ended with an error: {delivery.error}")
         if delivery.text:
             yield delivery.text
+
+
+def _transformers_pieces(model: PreTrainedModel, prompt: str, params: SamplingParams) -> Iterator[str]:
+    from minifloat.engine.sampling import SamplingState
+    from minifloat.engine.sequence import Request, Sequence
+    from minifloat.engine.text import TextStream
+    from minifloat.model.architecture.full_config import position_limit
+    from minifloat.model.runtime.tokenizer import end_tokens, load_tokenizer
+
+    tokenizer = load_tokenizer(str(model.config.name_or_path))
+    ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
+    if ids == [None]:
+        raise UsageError(_EMPTY)
+    limit = position_limit(model.config)
+    if limit is not None and len(ids) >= limit:
+        raise UsageError(f"the prompt has {len(ids)} tokens; the model attends to {limit}")
+    longest = min(filter(None, (len(ids) + (params.max_tokens or 0), limit)))
+    state, text = SamplingState(params, ids), TextStream(tokenizer, ids, (), include_stop=False)
+    sequence = Sequence(Request("", tuple(ids), params), text, state, b"", longest)
+    return _computed(model, sequence, end_tokens(model.generation_config, model.config, tokenizer))
+
+
+def _computed(model: PreTrainedModel, sequence: Sequence, ends: Collection[int]) -> Iterator[str]:
+    from minifloat.engine.sampling import sample
+    from minifloat.engine.scheduler import WorkItem
+    from minifloat.engine.transformers_runner import TransformersRunner
+
+    runner = TransformersRunner(model, 0, 0)
+    while len(sequence.tokens) < sequence.max_length:
+        length = len(sequence.tokens)
+        (choice,) = sample(runner.run([WorkItem(sequence, sequence.computed, length)]), [sequence.sampling])
+        if isinstance(choice, Exception):
+            raise choice
+        if choice.token in ends:
+            break
+        sequence.computed = length
+        sequence.tokens.append(choice.token)
+        sequence.sampling.add(choice.token)
+        if piece := sequence.text.add(choice.token)[0]:
+            yield piece
+    if piece := sequence.text.finish()[0]:
+        yield piece
