@@ -48,10 +48,9 @@ from minifloat.kernels.decoder_layout import (
 )
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
-from minifloat.model.runtime.kv_scales import KVScales
-from minifloat.model.runtime.linear import QuantizedWeight
+from minifloat.model.runtime.linear import Packing, QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
-from minifloat.model.runtime.packing import Packing
+from minifloat.model.runtime.tensors import KVScales
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
