@@ -13,9 +13,8 @@ import torch
 from minifloat.calibration import own_text
 from minifloat.deploy.diagnosis.machine import examine_machine
 from minifloat.deploy.estimate.hardware import _this_machine
-from minifloat.engine import sizing
+from minifloat.engine import cache, drafters
 from minifloat.engine.options import EngineOptions
-from minifloat.engine.speculation import opening
 from minifloat.errors import UsageError
 from minifloat.evaluate.bench import gains
 from minifloat.kernels import memory
@@ -94,12 +93,12 @@ def test_everything_that_asks_for_memory_obeys_control_groups(groups: Path, monk
     write(groups / "a" / "b", memory__max=64 * MIB, memory__current=24 * MIB)
     config = SimpleNamespace(max_position_embeddings=1 << 20)
     config.get_text_config = lambda **_: config
-    size: Any = sizing.cache_size(EngineOptions(), config, 1 << 10, torch.device("cpu"))
-    assert size.blocks * size.bytes_per_block <= 40 * MIB * sizing._KV_SHARE
+    size: Any = cache.cache_size(EngineOptions(), config, 1 << 10, torch.device("cpu"))
+    assert size.blocks * size.bytes_per_block <= 40 * MIB * cache._KV_SHARE
     with pytest.raises(UsageError, match=r"kv_cache_memory: 50.00 MiB were asked for, and 40.00 MiB are free"):
-        sizing.cache_size(EngineOptions(kv_cache_memory=50 * MIB), config, 1 << 10, torch.device("cpu"))
+        cache.cache_size(EngineOptions(kv_cache_memory=50 * MIB), config, 1 << 10, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"takes 41 MiB, and 40 MiB are free"):
-        opening._check_memory(41 * MIB, "the draft")
+        drafters._check_memory(41 * MIB, "the draft")
     with pytest.raises(UsageError, match=f"{40 * MIB:,} bytes are available"):
         tuning.require_memory(tuning.TuneCost(1, 41 * MIB), "cpu", None)
     assert _this_machine(1e9, 1e12).memory == 64 * MIB
