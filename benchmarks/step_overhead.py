@@ -78,7 +78,7 @@ def main(device: str, batches: str, output_len: int, rounds: int) -> None:
                 device=device,
                 runner="device",
                 max_num_seqs=max(sizes),
-                max_model_len=load.length,
+                max_model_len=load.input_len + load.output_len,
                 max_num_batched_tokens=max(sizes) * INPUT + 1,
                 prefix_cache=False,
             ),

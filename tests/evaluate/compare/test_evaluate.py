@@ -90,7 +90,7 @@ def test_kl_equals_torchs_kl(llama_folder: Path, make_llama: MakeModel, tmp_path
 
 
 def test_a_model_against_itself_has_no_difference(llama_folder: Path, text: Path) -> None:
-    result = compare_models(llama_folder, llama_folder, [text], window=32)
+    result = compare_models(llama_folder, llama_folder, [text], window=16)
     overall = result.candidates[0].overall
     assert (overall.kl_mean.value, overall.kl_max, overall.same_top1.value) == (0, 0, 1)
     assert overall.baseline_perplexity == overall.candidate_perplexity
@@ -141,8 +141,8 @@ def test_one_weight_scaled_by_five_percent_is_noticed(llama_folder: Path, tmp_pa
     assert overall.kl_mean.value > 1e-5
     assert overall.baseline_perplexity != overall.candidate_perplexity
     strict = Tolerance(max_kl=1e-6)
-    assert compare_models(llama_folder, other, [text], window=32, tolerance=strict).outcome is Outcome.FAILED
-    assert compare_models(other, other, [text], window=32, tolerance=strict).outcome is Outcome.PASSED
+    assert compare_models(llama_folder, other, [text], window=16, tolerance=strict).outcome is Outcome.FAILED
+    assert compare_models(other, other, [text], window=16, tolerance=strict).outcome is Outcome.PASSED
 
 
 def test_fewer_bits_diverge_more(llama_folder: Path, fp8_folder: Path, mxfp4_folder: Path, text: Path) -> None:
@@ -302,7 +302,7 @@ def test_the_dictionary_is_valid_json_without_inf(llama_folder: Path, text: Path
 
 def test_the_tolerance_decides_the_outcome(llama_folder: Path, mxfp4_folder: Path, text: Path) -> None:
     generous, strict = (
-        compare_models(llama_folder, mxfp4_folder, [text], window=32, tolerance=tolerance)
+        compare_models(llama_folder, mxfp4_folder, [text], window=16, tolerance=tolerance)
         for tolerance in (Tolerance(1, 10, 0), Tolerance(max_kl=1e-9))
     )
     assert generous.outcome is Outcome.PASSED
