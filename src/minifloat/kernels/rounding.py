@@ -12,8 +12,6 @@ from minifloat.kernels.native import STRUCTS, format_struct
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import ElementFormat
 
-GRAM_DTYPES = (torch.bfloat16, torch.float32)
-
 
 def round_with_feedback(
     weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat, *, impl: str = "auto"
@@ -35,7 +33,7 @@ def round_with_feedback(
 
 def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
     """Add ``x.T @ y`` to `out`: the Gram matrix of `x` if `y` is `x`, of which half is computed and mirrored."""
-    for name, tensor, dtypes in (("x", x, GRAM_DTYPES), ("y", y, (x.dtype,)), ("out", out, (torch.float32,))):
+    for name, tensor, dtypes in (("x", x, tuple(DTYPES)), ("y", y, (x.dtype,)), ("out", out, (torch.float32,))):
         _check_matrix(name, tensor, dtypes)
     _check_contiguous("out", out)
     if y.shape[0] != x.shape[0]:

@@ -115,7 +115,7 @@ bool valid(const minifloat_round_with_feedback_args& a) {
 bool valid(const minifloat_gram_args& a) {
     if (a.rows < 0 || a.x_cols < 0 || a.y_cols < 0) return false;
     if (a.symmetric && (a.x != a.y || a.x_cols != a.y_cols || a.x_stride != a.y_stride)) return false;
-    return a.dtype == MINIFLOAT_BF16 || a.dtype == MINIFLOAT_F32;
+    return known_dtype(a.dtype);
 }
 
 // The instruction sets, fastest on this processor first, and which of them it can run. Made once per process: it makes a

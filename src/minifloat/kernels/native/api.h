@@ -128,7 +128,7 @@ struct minifloat_gram_args {
     float* out;        // [x_cols, y_cols]
     int64_t rows, x_cols, y_cols;
     int64_t x_stride, y_stride;
-    int32_t dtype;      // MINIFLOAT_BF16 or MINIFLOAT_F32
+    int32_t dtype;
     int32_t symmetric;  // not 0: x is y, and only half of the products are computed
     int32_t threads;
 };

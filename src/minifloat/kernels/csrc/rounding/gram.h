@@ -36,8 +36,8 @@ template <class Kernel>
 class Gram {
   public:
     explicit Gram(const minifloat_gram_args& a)
-        : x_{a.x, a.x_cols, a.x_stride * bytes_of(a.dtype), a.dtype},
-          y_{a.y, a.y_cols, a.y_stride * bytes_of(a.dtype), a.dtype},
+        : x_{a.x, a.x_cols, a.x_stride * dtype_bytes(a.dtype), a.dtype},
+          y_{a.y, a.y_cols, a.y_stride * dtype_bytes(a.dtype), a.dtype},
           out_(a.out),
           rows_(a.rows),
           symmetric_(a.symmetric != 0),
@@ -84,7 +84,6 @@ class Gram {
     static constexpr int64_t kPair = Kernel::kLeft * Kernel::kRight;
     static_assert(Kernel::kSlabRows % Kernel::kDepth == 0 && Kernel::kDepth % kBandRows == 0, "whole bands");
 
-    static int64_t bytes_of(int32_t dtype) { return dtype == MINIFLOAT_BF16 ? 2 : 4; }
     static int64_t padded(int64_t rows) { return (rows + kBandRows - 1) / kBandRows * kBandRows; }
 
     int64_t blocks_of(int64_t side) const {
@@ -101,7 +100,7 @@ class Gram {
     }
 
     static GramPatch patch(const GramInput& input, int64_t row, int64_t rows, int64_t col, int64_t width) {
-        return {input.data + row * input.stride + col * bytes_of(input.dtype), input.stride, rows,
+        return {input.data + row * input.stride + col * dtype_bytes(input.dtype), input.stride, rows,
                 min(width, input.cols - col)};
     }
 

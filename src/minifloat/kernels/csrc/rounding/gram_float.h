@@ -1,4 +1,5 @@
-// Panels of a Gram product as float32: for float32 inputs, and for bfloat16 on processors without products of bfloat16.
+// Panels of a Gram product as float32: for float32 and float16 inputs, and for bfloat16 on processors without products of
+// bfloat16.
 #pragma once
 
 #include "gram.h"
@@ -76,6 +77,8 @@ struct GramFloat {
             const int valid = t < from.rows ? static_cast<int>(from.cols) : 0;
             if (dtype == MINIFLOAT_BF16) {
                 convert<Bf16, kPanel>(row, valid, to);
+            } else if (dtype == MINIFLOAT_F16) {
+                convert<F16, kPanel>(row, valid, to);
             } else {
                 convert<Float32, kPanel>(row, valid, to);
             }

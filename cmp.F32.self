@@ -1,0 +1,1 @@
+minifloat: error: a.txt: no such file or folder

@@ -1,0 +1,1 @@
+minifloat: error: /tmp/dt/out/F16-self: no such folder; download the model first (`hf download ORG/NAME --local-dir FOLDER`)
