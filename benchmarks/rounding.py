@@ -32,6 +32,7 @@ from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.texts import SplitText
 
 
 def resident(field: str) -> int:
@@ -87,7 +88,9 @@ def main(model: Path, method: str, scheme: str, samples: int, seq_len: int, no_f
                 nonlocal layers_done
                 layers_done = time.perf_counter()
 
-            with round_checkpoint(checkpoint, plan, kept, held_out, options, Path(folder) / "work", progress):
+            with round_checkpoint(
+                checkpoint, plan, SplitText(kept, held_out, held_out), options, Path(folder) / "work", progress
+            ):
                 pass
             profiler.disable()
             seconds = time.perf_counter() - started

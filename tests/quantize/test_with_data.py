@@ -20,6 +20,7 @@ from minifloat.errors import StorageError
 from minifloat.quantize.data import SourceGain, source_gains, source_warnings
 from minifloat.quantize.provenance import quantize_options
 from minifloat.quantize.report import summary_rows
+from minifloat.quantize.rounding.texts import SplitText
 
 MakeModel = Callable[..., Path]
 TEXT = ("--calibration-samples", "60", "--calibration-seq-len", "32")
@@ -126,7 +127,7 @@ def test_a_mistake_is_one_line_with_the_cure_and_status_2(
 def test_each_held_out_sequence_counts_for_its_source() -> None:
     labels = interleave([[0] * 6, [1] * 14])
     mixed = CalibrationSet(tuple((label, label) for label in labels))
-    held_out = mixed.held_out(0.4)[1]
+    held_out = SplitText.of(mixed, 0.4).reported
     method = [float(ids[0]) for ids in held_out.sequences]
     record = {"sources": [{"name": "a", "sequences": 6}, {"name": "b", "sequences": 14}]}
     found = {"nearest_by_sequence": [0.5] * len(method), "method_by_sequence": method}

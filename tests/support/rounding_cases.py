@@ -28,6 +28,7 @@ from minifloat.numerics.scheme import Scheme, get_scheme
 from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.stages import Stage, find_stages
+from minifloat.quantize.rounding.texts import SplitText
 
 #: Sizes of the small models. A model type takes from them what its config has.
 SIZES: dict[str, Any] = {
@@ -95,6 +96,11 @@ def make_text(sequences: int, length: int = 48, seed: int = 0, tokens: range = r
     return CalibrationSet(tuple(tuple(draw.choice(tokens) for _ in range(each)) for each in lengths))
 
 
+def split(kept: CalibrationSet, held_out: CalibrationSet) -> SplitText:
+    """Choices are made, and reported, on the same held-out text."""
+    return SplitText(kept, held_out, held_out)
+
+
 @dataclass(frozen=True)
 class Rounding:
     """The result of `round`: what `RoundedModel` holds, in memory.
@@ -127,7 +133,7 @@ def round_model(
     given = RoundingOptions(method=get_method(method), **{"fold": False, **options})
     with Checkpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, chosen, get_writer(layout))
-        with round_checkpoint(checkpoint, plan, kept, held_out, given, work, progress) as rounded:
+        with round_checkpoint(checkpoint, plan, split(kept, held_out), given, work, progress) as rounded:
             names = [tensor.name for row in plan.tensors for tensor in row.outputs if tensor.name in rounded]
             tensors = {name: rounded.read(name).tobytes() for name in names}
             return Rounding(tensors, dict(rounded.weights), dict(rounded.held_out))

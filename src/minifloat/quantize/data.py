@@ -28,6 +28,7 @@ from minifloat.quantize.rounding.budget import WithinBudget
 from minifloat.quantize.rounding.damage import KLMeans
 from minifloat.quantize.rounding.methods import DEFAULT_ROUNDING, RoundingOptions, get_method
 from minifloat.quantize.rounding.rounded_model import RoundedModel
+from minifloat.quantize.rounding.texts import SplitText
 
 #: Standard errors that the method must be worse by before a source is named.
 _SURE = 2.0
@@ -47,15 +48,15 @@ class SourceGain:
 
 
 def source_gains(
-    record: Mapping[str, Any], held_out: CalibrationSet, fraction: float, found: Mapping[str, Any]
+    record: Mapping[str, Any], reported: CalibrationSet, fraction: float, found: Mapping[str, Any]
 ) -> tuple[SourceGain, ...]:
     """Return the divergence on each source; nothing if there is one source."""
     sources = record.get("sources", ())
     if len(sources) < 2 or not found.get("method_by_sequence"):
         return ()
     mixed = interleave([[number] * source["sequences"] for number, source in enumerate(sources)])
-    numbers = CalibrationSet(tuple((number,) for number in mixed)).held_out(fraction)[1].sequences
-    figures = zip(map(len, held_out.sequences), found["nearest_by_sequence"], found["method_by_sequence"], strict=True)
+    numbers = SplitText.of(CalibrationSet(tuple((number,) for number in mixed)), fraction).reported.sequences
+    figures = zip(map(len, reported.sequences), found["nearest_by_sequence"], found["method_by_sequence"], strict=True)
     rows = [(number, *figure) for (number,), figure in zip(numbers, figures, strict=True)]
     return tuple(
         _gain(source["name"], own)
@@ -172,4 +173,6 @@ class RoundedOutput:
             **({"by_source": [asdict(g) for g in self.by_source]} if self.by_source else {}),
         }
         rest = {"held_out": held_out, "folds": self.model.folds, "weights": weights}
+        if self.model.choosing:
+            rest["choosing"] = dict(self.model.choosing)
         return {**self.recipe, **budget, **tuned, **rest}

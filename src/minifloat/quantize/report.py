@@ -265,8 +265,11 @@ def _data_text(rounding: Mapping[str, Any]) -> str:
     """Return the sources with their tokens, and how much of the text was held out."""
     data, found = rounding["data"], rounding["held_out"]
     sources = ", ".join(f"{source['name']} ({source['tokens']:,} tokens)" for source in data.get("sources", ()))
-    held_out = f"{found['tokens']:,} held out" if found else "run before, from stored Hessians"
-    return f"{sources}; {rounding['tokens']:,} tokens for statistics, {held_out}"
+    tokens = f"{sources}; {rounding['tokens']:,} tokens for statistics"
+    if not found:
+        return f"{tokens}, run before, from stored Hessians"
+    chosen = f"chosen on {rounding['choosing']['tokens']:,}, reported on {found['tokens']:,} that nothing looked at"
+    return f"{tokens}, {chosen}"
 
 
 def _gain_text(rounding: Mapping[str, Any]) -> str:

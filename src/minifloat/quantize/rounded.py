@@ -24,6 +24,7 @@ from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
 from minifloat.quantize.rounding.saved import SavedHessians
+from minifloat.quantize.rounding.texts import SplitText
 
 #: Suffix of the folder beside the destination in which finished layers are kept.
 WORK_SUFFIX = ".minifloat-rounding"
@@ -63,11 +64,11 @@ def rounded_output(
         with round_saved(checkpoint, plan, saved, data.rounding, work_dir, progress) as model:
             yield RoundedOutput(model, recipe, _notes(model, plan, data))
         return
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
-    with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
-        gains = source_gains(record, held_out, data.text.held_out, model.held_out)
+    texts, record = _texts(checkpoint, plan, data, destination, progress)
+    with round_checkpoint(checkpoint, plan, texts, data.rounding, work_dir, progress) as model:
+        gains = source_gains(record, texts.reported, data.text.held_out, model.held_out)
         notes = (*_notes(model, plan, data), *source_warnings(gains, data.rounding.method.name))
-        yield RoundedOutput(model, _recipe(data, record, kept), notes, by_source=gains)
+        yield RoundedOutput(model, _recipe(data, record, texts.kept), notes, by_source=gains)
 
 
 @contextmanager
@@ -86,20 +87,20 @@ def budgeted_output(
     formats = find_formats(checkpoint, planner.plan, scheme, overrides, planner.options.target)
     require_feasible(budget, formats.groups)
     plan = planner.plan(formats.scheme, overrides)
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
+    texts, record = _texts(checkpoint, plan, data, destination, progress)
     with round_within_budget(
         checkpoint,
         budget,
         formats,
-        (kept, held_out),
+        texts,
         data.rounding,
         _beside(destination, WORK_SUFFIX),
         progress,
     ) as within:
-        gains = source_gains(record, held_out, data.text.held_out, within.model.held_out)
+        gains = source_gains(record, texts.reported, data.text.held_out, within.model.held_out)
         warnings = source_warnings(gains, data.rounding.method.name)
         notes = (*within.notes(), *_notes(within.model, within.plan, data), *warnings)
-        yield RoundedOutput(within.model, _recipe(data, record, kept), notes, within, gains)
+        yield RoundedOutput(within.model, _recipe(data, record, texts.kept), notes, within, gains)
 
 
 def _beside(destination: Path, suffix: str) -> Path:
@@ -117,26 +118,26 @@ def _texts(
     data: DataOptions,
     destination: Path,
     progress: Progress | None,
-) -> tuple[CalibrationSet, CalibrationSet, dict[str, Any]]:
-    """Return the text for statistics, the held-out text, and the record of both."""
+) -> tuple[SplitText, dict[str, Any]]:
+    """Return the parts of the text, and the record of the whole."""
     file = destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors")
     texts = prepare_texts(checkpoint, data.sources, data.text, file, device=data.rounding.device, progress=progress)
-    return *_split(texts, data.text, plan), dict(texts.record)
+    return _split(texts, data.text, plan), dict(texts.record)
 
 
-def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> tuple[CalibrationSet, CalibrationSet]:
-    """Return the text for statistics, and the held-out text."""
+def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> SplitText:
+    """Return the parts of the text."""
     if not text.held_out:
         raise DataError("a method that chooses codes with data needs held-out text to be judged on")
-    kept, held_out = texts.held_out(text.held_out)
+    parts = SplitText.of(texts, text.held_out)
     widest = max((part.shape[1] for tensor in plan.tensors for part in tensor.parts), default=0)
     needed = TOKENS_PER_CHANNEL * widest
-    if kept.tokens < needed:
+    if parts.kept.tokens < needed:
         raise DataError(
-            f"{kept.tokens:,} tokens of calibration text are too few for linears with {widest:,} input channels: "
+            f"{parts.kept.tokens:,} tokens of calibration text are too few for linears with {widest:,} input channels: "
             f"give at least {needed:,} (--calibration-samples, --calibration-seq-len, or more text)"
         )
-    return kept, held_out
+    return parts
 
 
 def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tuple[str, ...]:
@@ -175,7 +176,7 @@ def _tuning_note(tuned: Mapping[str, Any]) -> str:
         return f"Tuning kept the state before its first step: no later one of {tuned['steps']} steps was better."
     stopped = f" Tuning ended early: {tuned['stopped']}." if tuned["stopped"] else ""
     return (
-        f"Tuning: KL {tuned['before']:.4f} -> {tuned['after']:.4f} nats on held-out text with the state after step "
+        f"Tuning: KL {tuned['before']:.4f} -> {tuned['after']:.4f} nats on the text that chose the state after step "
         f"{tuned['best_step']} of {tuned['steps']}, which differs from match in {tuned['changed']:.1%} of the "
         f"codes.{stopped}"
     )

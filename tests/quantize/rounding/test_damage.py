@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounding_cases import split
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -63,7 +64,9 @@ def test_each_damage_is_that_of_whole_models_with_exchanged_weights(make_llama: 
         plan = make_plan(checkpoint, MXFP4, get_writer("compressed-tensors"))
         request = GroupsToMeasure(GROUPS, [MXFP4, SCHEMES["fp8"]])
         options = RoundingOptions(fold=False)
-        with round_checkpoint(checkpoint, plan, kept, held_out, options, tmp_path / "work", groups=request) as rounded:
+        with round_checkpoint(
+            checkpoint, plan, split(kept, held_out), options, tmp_path / "work", groups=request
+        ) as rounded:
             quantized = {p.module: dequantized(p, rounded) for tensor in plan.tensors for p in tensor.parts}
             damage, weights = rounded.damage, rounded.weights
     original, mixed = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
@@ -96,7 +99,7 @@ def test_a_run_that_stopped_in_a_later_layer_measures_the_same(make_llama: MakeM
             options = RoundingOptions()
             report = stop if killed else None
             with round_checkpoint(
-                checkpoint, plan, kept, held_out, options, tmp_path / work, report, groups=request
+                checkpoint, plan, split(kept, held_out), options, tmp_path / work, report, groups=request
             ) as rounded:
                 return rounded.damage
 

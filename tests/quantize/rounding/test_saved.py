@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from rounding_cases import correlated_inputs, hessian_of, make_text, round_model, write_model
+from rounding_cases import correlated_inputs, hessian_of, make_text, round_model, split, write_model
 
 from minifloat.calibration.layerwise import storage
 from minifloat.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ KEPT, HELD_OUT = make_text(10), make_text(3, seed=1)
 
 def collected(model: Path, folder: Path, **options: Any) -> SavedHessians:
     with Checkpoint.open(model) as checkpoint:
-        return collect_hessians(checkpoint, KEPT, HELD_OUT, folder, **options)
+        return collect_hessians(checkpoint, split(KEPT, HELD_OUT), folder, **options)
 
 
 def rounded(
@@ -153,7 +153,7 @@ def test_too_little_text_is_refused(llama: tuple[Path, Path], tmp_path: Path) ->
         Checkpoint.open(llama[0]) as checkpoint,
         pytest.raises(DataError, match="give at least 384"),
     ):
-        collect_hessians(checkpoint, make_text(3), HELD_OUT, tmp_path / "hessians")
+        collect_hessians(checkpoint, split(make_text(3), HELD_OUT), tmp_path / "hessians")
 
 
 def test_a_method_that_follows_the_quantized_model_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounding_cases import make_text, round_model, scale_channels, write_model
+from rounding_cases import make_text, round_model, scale_channels, split, write_model
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.model import CalibrationModel
@@ -57,7 +57,7 @@ def student(
     given = RoundingOptions(method=get_method(method), **{"fold": False, **options})
     with Checkpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, get_scheme(scheme), get_writer(compressed_tensors.NAME))
-        with round_checkpoint(checkpoint, plan, KEPT, HELD_OUT, given, work) as rounded:
+        with round_checkpoint(checkpoint, plan, split(KEPT, HELD_OUT), given, work) as rounded:
             yield Student(CalibrationModel(checkpoint, CalibrateOptions()), plan, rounded), plan, rounded
 
 
@@ -113,7 +113,9 @@ def test_the_divergence_falls_and_only_codes_and_norms_change(llama: Path, tmp_p
     kept, options = even_text(48), TuneOptions(steps=30, batch=16, rate=0.003, every=10)
     with student(llama, tmp_path / "work", scheme, method="nearest") as (start, plan, rounded):
         with Checkpoint.open(llama) as checkpoint:
-            result = tune(CalibrationModel(checkpoint, CalibrateOptions()), plan, rounded, kept, HELD_OUT, options)
+            result = tune(
+                CalibrationModel(checkpoint, CalibrateOptions()), plan, rounded, split(kept, HELD_OUT), options
+            )
         tuning = result.record["tuning"]
         assert tuning["before"] == pytest.approx(rounded.held_out["nearest"], rel=0.05)
         assert tuning["after"] < 0.9 * tuning["before"]

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.calibration.data import CalibrationSet
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
@@ -29,6 +28,7 @@ from minifloat.quantize.rounding.damage import GroupsToMeasure
 from minifloat.quantize.rounding.methods import DEFAULT_METHOD, METHODS, RoundingOptions
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.texts import SplitText
 
 #: Largest number of units of the table.
 _LARGEST_TABLE = 1 << 16
@@ -187,12 +187,12 @@ def round_within_budget(
     checkpoint: Checkpoint,
     budget: Budget,
     formats: Formats,
-    texts: tuple[CalibrationSet, CalibrationSet],
+    texts: SplitText,
     options: RoundingOptions,
     work_dir: Path,
     progress: Progress | None = None,
 ) -> Iterator[WithinBudget]:
-    """Round a model in the mixture of formats with the least damage within a budget; `texts`: kept and held out."""
+    """Round a model in the mixture of formats with the least damage within a budget."""
     groups, planner, user = formats.groups, formats.planner, formats.user
     request = GroupsToMeasure(
         {group.name: group.parts for group in groups.groups},
@@ -205,13 +205,13 @@ def round_within_budget(
             folder = work_dir.with_name(f"{work_dir.name}-{run}")
             report = None if progress is None else partial(_report, progress, run)
             of_run, measured = (untrained, request) if run == 0 else (options, None)
-            return stack.enter_context(round_checkpoint(checkpoint, plan, *texts, of_run, folder, report, measured))
+            return stack.enter_context(round_checkpoint(checkpoint, plan, texts, of_run, folder, report, measured))
 
         plan = planner(formats.scheme, user)
         first = rounded(plan, 0)
         search = _Search(budget, groups, first, formats.scheme)
         chosen, model = search.cheapest, first
-        search.add(chosen, first.held_out["method"])
+        search.add(chosen, first.choosing["method"])
         for run in range(1, _ATTEMPTS + 1):
             choice = search.choose()
             if choice is None or choice == chosen:
@@ -219,10 +219,10 @@ def round_within_budget(
             chosen = choice
             plan = planner(*_recipe(groups, search.schemes(chosen), user, formats.scheme))
             model = rounded(plan, run)
-            search.add(chosen, model.held_out["method"])
+            search.add(chosen, model.choosing["method"])
         if model is first and untrained is not options:
             model = rounded(plan, 1)
-            search.add(chosen, model.held_out["method"])
+            search.add(chosen, model.choosing["method"])
         yield WithinBudget(
             plan,
             model,
@@ -360,7 +360,7 @@ def _damages(groups: Sequence[Group], first: RoundedModel, scheme: Scheme) -> It
     # the corrections without the error, the group alone has the error without them: in the mean of both, the two
     # cancel.
     gains = {name: max((whole - given_back[name] + alone[name]) / 2, 0.0) for name in given_back}
-    share = first.held_out["method"] / (sum(gains.values()) or 1.0)
+    share = first.choosing["method"] / (sum(gains.values()) or 1.0)
     for group in groups:
         errors: dict[str, float] = {}
         for part in group.parts:

@@ -49,6 +49,7 @@ from minifloat.quantize.rounding.statistics import (
     divide,
     own_statistics,
 )
+from minifloat.quantize.rounding.texts import SplitText
 
 #: Fewer tokens than this per input channel determine a Hessian badly.
 TOKENS_PER_CHANNEL = 4
@@ -72,16 +73,13 @@ def save_hessians(
         )
         if not options.held_out:
             raise DataError("Hessians need held-out text, on which codes are judged: give --held-out above 0")
-        kept, held_out = data.held_out(options.held_out)
-        return collect_hessians(
-            checkpoint, kept, held_out, folder, options, data, overwrite=overwrite, progress=progress
-        )
+        texts = SplitText.of(data, options.held_out)
+        return collect_hessians(checkpoint, texts, folder, options, data, overwrite=overwrite, progress=progress)
 
 
 def collect_hessians(
     checkpoint: Checkpoint,
-    kept: CalibrationSet,
-    held_out: CalibrationSet,
+    texts: SplitText,
     folder: Path,
     run: CalibrateOptions = DEFAULT_OPTIONS,
     data: CalibrationSet | None = None,
@@ -93,23 +91,23 @@ def collect_hessians(
     with layers_required(checkpoint, "calibrate without --hessians"):
         model = CalibrationModel(checkpoint, run)
         loader = model.loader()
-        check_data(loader.model, kept, held_out)
+        check_data(loader.model, texts.kept, texts.choosing)
         stack = LayerStack(model, loader, run.max_memory)
-        both = CalibrationSet((*kept.sequences, *held_out.sequences))
-        fingerprint = run_fingerprint(loader, both, "hessians", len(kept.sequences))
+        used = CalibrationSet(texts.sequences[: texts.first_reported])
+        fingerprint = run_fingerprint(loader, used, "hessians", texts.first_chosen_on)
         if (done := _finished(folder, fingerprint, overwrite=overwrite)) is not None:
             return done
-        _require_tokens(stack, kept.tokens)
+        _require_tokens(stack, texts.kept.tokens)
         work = folder.with_name(folder.name + _WORK_SUFFIX)
         _take_back(folder, work)
         with LayerWork(work, fingerprint, HESSIANS_FORMAT) as opened:
             if len(opened.finished) < len(stack):
-                with LayerWalk(stack, both.sequences, opened) as walk:
-                    walk.run(_Collection(walk, kept, held_out, progress).run_layer)
+                with LayerWalk(stack, used.sequences, opened) as walk:
+                    walk.run(_Collection(walk, texts, progress).run_layer)
             layers = tuple(layer.digest for layer in opened.finished)
             _move_layers(opened, folder, len(layers))
-            record = dict((data or both).record)
-            saved = SavedHessians(folder, ModelIdentity.of(checkpoint), fingerprint, record, kept.tokens, layers)
+            record = dict((data or used).record)
+            saved = SavedHessians(folder, ModelIdentity.of(checkpoint), fingerprint, record, texts.kept.tokens, layers)
             saved.save()
             opened.remove()
         return saved
@@ -170,13 +168,9 @@ def _move_layers(work: LayerWork, folder: Path, layers: int) -> None:
 class _Collection:
     """Takes the Hessians of each layer of a walk through the original model."""
 
-    def __init__(
-        self, walk: LayerWalk, kept: CalibrationSet, held_out: CalibrationSet, progress: Progress | None
-    ) -> None:
-        self.walk, self.progress = walk, progress
-        self.sequences = walk.sequences
-        self.first_held_out = len(kept.sequences)
-        self.held_out = len(held_out.sequences)
+    def __init__(self, walk: LayerWalk, texts: SplitText, progress: Progress | None) -> None:
+        self.walk, self.texts, self.progress = walk, texts, progress
+        self.sequences, self.chosen_on = walk.sequences, texts.first_chosen_on
 
     def run_layer(self, layer: OpenLayer) -> ArrayContent:
         """Run one layer, write the hidden states behind it, and return what is stored of it."""
@@ -194,9 +188,9 @@ class _Collection:
     def _store(self, stages: Sequence[Stage], stage_inputs: StoredStageInputs, rows: TensorFile) -> ArrayContent:
         tensors: dict[str, Tensor] = {}
         all_tokens: list[list[int]] = []
-        sample = FoldSample(stage_inputs, stages, self.first_held_out, len(self.sequences))
+        sample = FoldSample(stage_inputs, stages, self.texts)
         for number, stage in enumerate(stages):
-            samples = [Sample(HELD_OUT_ROWS, self.held_out) for _ in stage.experts]
+            samples = [Sample(HELD_OUT_ROWS, len(self.texts.choosing.sequences)) for _ in stage.experts]
             all_tokens.append([])
             for expert, own in self._moments(number, stage, stage_inputs, rows, samples):
                 tensors[f"hessian.{number}.{expert}"] = pack_symmetric(own.hessian)
@@ -218,11 +212,11 @@ class _Collection:
         paired = (self._row(sequence, number, stage, stage_inputs) for sequence in range(len(self.sequences)))
         if stage.outer is None:
             accumulator = Accumulator(stage.width)
-            divide(paired, accumulator, samples, self.first_held_out)
+            divide(paired, accumulator, samples, self.chosen_on)
             yield 0, accumulator.finish()
         else:
             experts = ExpertRows(file, len(stage.experts))
-            divide(paired, experts, samples, self.first_held_out)
+            divide(paired, experts, samples, self.chosen_on)
             yield from own_statistics(experts, stage.width, drift=False)
 
     def _row(
@@ -234,7 +228,7 @@ class _Collection:
     def _largest(self, number: int, stage: Stage, stage_inputs: StoredStageInputs) -> dict[str, Tensor]:
         """Return the largest input of each channel of each expert in the text that is not held out."""
         tensors: dict[str, Tensor] = {}
-        for sequence in range(self.first_held_out):
+        for sequence in range(self.chosen_on):
             for expert, largest, _ in largest_inputs(stage_inputs.read_routed(sequence, number, stage)):
                 name = f"amax.{number}.{expert}"
                 tensors[name] = torch.maximum(tensors[name], largest) if name in tensors else largest

@@ -29,6 +29,7 @@ from minifloat.quantize.rounding.folding import (
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.stage_inputs import StageInputs, StoredStageInputs
 from minifloat.quantize.rounding.stages import Stage
+from minifloat.quantize.rounding.texts import SplitText
 
 
 def layer_tensors(
@@ -104,11 +105,9 @@ _SEQUENCES = 32
 class FoldSample:
     """Returns sampled inputs of a stage and expert, as `minifloat.quantize.rounding.layer_fold.SampleInputs`."""
 
-    def __init__(
-        self, stage_inputs: StoredStageInputs, stages: Sequence[Stage], first_held_out: int, sequences: int
-    ) -> None:
+    def __init__(self, stage_inputs: StoredStageInputs, stages: Sequence[Stage], texts: SplitText) -> None:
         self._readings, self._stages = stage_inputs, stages
-        self._numbers = {False: range(first_held_out), True: range(first_held_out, sequences)}
+        self._numbers = {False: range(texts.first_chosen_on), True: range(texts.first_chosen_on, texts.first_reported)}
         self._by_expert: dict[tuple[int, bool], dict[int, Tensor]] = {}
 
     def __call__(self, number: int, expert: int, held_out: bool) -> Tensor | None:

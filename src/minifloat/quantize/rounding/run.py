@@ -34,6 +34,7 @@ from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, RoundedModel
 from minifloat.quantize.rounding.saved import SavedHessians, SavedLayer
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer
 from minifloat.quantize.rounding.statistics import Rows, Statistics, filled_up, mean_hessian
+from minifloat.quantize.rounding.texts import SplitText
 from minifloat.quantize.rounding.tuning import require_memory, tune, tune_cost
 from minifloat.quantize.rounding.walk import RoundingWalk
 
@@ -42,8 +43,7 @@ from minifloat.quantize.rounding.walk import RoundingWalk
 def round_checkpoint(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
-    kept: CalibrationSet,
-    held_out: CalibrationSet,
+    texts: SplitText,
     options: RoundingOptions,
     work_dir: Path,
     progress: Progress | None = None,
@@ -53,20 +53,20 @@ def round_checkpoint(
     with layers_required(checkpoint, "quantize it without data"):
         model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
         loader = model.loader()
-        check_data(loader.model, kept, held_out)
+        check_data(loader.model, texts.kept, texts.choosing, texts.reported)
         if options.method.trains:
-            longest = max(map(len, (*kept.sequences, *held_out.sequences)))
+            longest = max(map(len, texts.sequences))
             require_memory(tune_cost(checkpoint, plan, loader.model.dtype, longest), options.device, options.max_memory)
         stack = LayerStack(model, loader, options.max_memory)
         facts = _facts(options, plan) | ({} if groups is None else {"groups": groups.to_dict()})
-        both = CalibrationSet((*kept.sequences, *held_out.sequences))
-        fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
+        parts = [texts.first_chosen_on, texts.first_reported]
+        fingerprint = run_fingerprint(loader, CalibrationSet(texts.sequences), facts, parts)
         with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder:
-            walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress, groups)
+            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, progress, groups)
             walk.run(folder)
             if options.method.trains and len(folder.finished) == len(stack) + 1:
                 rounded = RoundedModel(folder.finished)
-                tuned = tune(model, plan, rounded, kept, held_out, options.tuning, progress)
+                tuned = tune(model, plan, rounded, texts, options.tuning, progress)
                 folder.finish(len(folder.finished), tuned)
             yield RoundedModel(folder.finished)
             folder.remove()

@@ -1,4 +1,6 @@
-"""`tune`: train codes and norms to give the logits of the original model, and keep the best state on held-out text.
+"""`tune`: train codes and norms to give the logits of the original model, and keep the best state.
+
+States are judged on held-out text.
 
 The loss is KL(original || student), the mean over the tokens of a few sequences per step.
 
@@ -17,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.model import CalibrationModel
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent
@@ -32,6 +33,7 @@ from minifloat.quantize.rounding.layer import tensor_bytes
 from minifloat.quantize.rounding.methods import TuneOptions, error_of
 from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
 from minifloat.quantize.rounding.student import Student
+from minifloat.quantize.rounding.texts import SplitText
 
 # The same machine, versions and number of threads give the same bits; another number of threads may order sums
 # otherwise.
@@ -97,10 +99,11 @@ _WARM_UP, _LAST_RATE = 0.05, 0.05
 
 @dataclass(frozen=True)
 class Best:
-    """The state with the smallest divergence on held-out text so far."""
+    """The state with the smallest divergence so far, on the text that steps are chosen on."""
 
     step: int
     divergence: KLMeans
+    reported: KLMeans
     weights: dict[str, QuantizedTensor] = field(default_factory=dict)
     norms: dict[str, Tensor] = field(default_factory=dict)
 
@@ -117,13 +120,13 @@ class Trainer:
     def __init__(
         self,
         student: Student,
-        kept: CalibrationSet,
-        held_out: CalibrationSet,
+        texts: SplitText,
         options: TuneOptions,
         report: Callable[[int, str], None],
     ) -> None:
         self.student, self.options, self.report = student, options, report
-        self.kept, self.held_out = kept.sequences, held_out.sequences
+        self.kept = texts.kept.sequences
+        self.choosing, self.reported = texts.choosing.sequences, texts.reported.sequences
         groups: list[dict[str, Any]] = [
             {"params": [latent.values], "rate": options.rate * latent.step} for latent in student.latents.values()
         ]
@@ -138,8 +141,8 @@ class Trainer:
         """Train, and return the best state."""
         trained = sum(latent.values.numel() for latent in self.student.latents.values())
         self.report(0, f"tuning {trained:,} weights in {self.options.steps} steps, measuring the KL before")
-        first = self.measure()
-        best, history, stopped = Best(0, first), [(0, first.mean)], ""
+        first = self.measure(self.choosing)
+        best, history, stopped = Best(0, first, KLMeans()), [(0, first.mean)], ""
         started = time.perf_counter()
         for step, batch in enumerate(self._batches(), 1):
             loss = self._step(step, batch)
@@ -147,19 +150,19 @@ class Trainer:
                 stopped = f"the loss of step {step} is not finite"
                 break
             if step % self.options.every == 0 or step == self.options.steps:
-                measured = self.measure()
+                measured = self.measure(self.choosing)
                 history.append((step, measured.mean))
                 if measured.mean < best.divergence.mean:
                     weights = {module: latent.quantized() for module, latent in self.student.latents.items()}
-                    best = Best(step, measured, weights, self.student.stored_norms())
+                    best = Best(step, measured, self.measure(self.reported), weights, self.student.stored_norms())
             self._report(step, started, best, first)
         return Training(first, best, history, stopped)
 
-    def measure(self) -> KLMeans:
-        """Return the divergence of the current state on held-out text."""
+    def measure(self, sequences: Sequence[Sequence[int]]) -> KLMeans:
+        """Return the divergence of the current state on some sequences."""
         means, parameters = KLMeans(), self.student.parameters()
         with torch.no_grad():
-            for ids in self._passes(self.held_out):
+            for ids in self._passes(sequences):
                 means.add(self._divergences(ids, parameters))
         return means
 
@@ -214,8 +217,7 @@ class Trainer:
         left = seconds * (self.options.steps - step)
         self.report(
             step,
-            f"tuning, {seconds:.2g} s a step, {left:,.0f} s left, "
-            f"held-out KL {first.mean:.4f} -> {best.divergence.mean:.4f}",
+            f"tuning, {seconds:.2g} s a step, {left:,.0f} s left, KL {first.mean:.4f} -> {best.divergence.mean:.4f}",
         )
 
 
@@ -229,12 +231,11 @@ def tune(
     model: CalibrationModel,
     plan: QuantizationPlan,
     rounded: RoundedModel,
-    kept: CalibrationSet,
-    held_out: CalibrationSet,
+    texts: SplitText,
     options: TuneOptions,
     progress: Progress | None = None,
 ) -> ArrayContent:
-    """Train codes and norms against the original logits, and return the best state on held-out text."""
+    """Train codes and norms against the original logits, and return the state that is best on the text to choose on."""
 
     def report(step: int, text: str) -> None:
         if progress is not None:
@@ -242,7 +243,7 @@ def tune(
 
     student = Student(model, plan, rounded)
     trained = sum(latent.values.numel() for latent in student.latents.values())
-    training = Trainer(student, kept, held_out, options, report).run()
+    training = Trainer(student, texts, options, report).run()
     parts = {part.module: part for tensor in plan.tensors for part in tensor.parts}
     tensors: dict[str, Bytes] = {name: tensor_bytes(norm) for name, norm in training.best.norms.items()}
     rows, changed = [], 0
@@ -253,14 +254,16 @@ def tune(
         changed += differing
         stats = asdict(error_of(student.weights[module].float().cpu(), weight))
         rows.append({**rounded.weights[module], "stats": stats, "changed": differing / latent.values.numel()})
-    record = _record(training, options, changed / max(trained, 1), rounded.held_out)
+    record = _record(training, options, changed / max(trained, 1), rounded)
     return layer_content(tensors, {"weights": rows, **record})
 
 
-def _record(training: Training, options: TuneOptions, changed: float, held_out: Mapping[str, Any]) -> dict[str, Any]:
+def _record(training: Training, options: TuneOptions, changed: float, rounded: RoundedModel) -> dict[str, Any]:
     best, first = training.best, training.first
+    choosing, held_out = dict(rounded.choosing), dict(rounded.held_out)
     if best.step:
-        held_out = {**held_out, "method": best.divergence.mean, "method_error": best.divergence.error}
+        choosing |= {"method": best.divergence.mean, "method_error": best.divergence.error}
+        held_out |= {"method": best.reported.mean, "method_error": best.reported.error}
     tuning = {
         **asdict(options),
         "before": first.mean,
@@ -270,4 +273,4 @@ def _record(training: Training, options: TuneOptions, changed: float, held_out: 
         "history": [list(entry) for entry in training.history],
         "stopped": training.stopped,
     }
-    return {"held_out": dict(held_out), "tuning": tuning}
+    return {"choosing": choosing, "held_out": held_out, "tuning": tuning}

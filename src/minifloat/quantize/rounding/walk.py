@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, LayerWork, OpenLayer
@@ -38,6 +37,7 @@ from minifloat.quantize.rounding.statistics import (
     divide,
     filled_statistics,
 )
+from minifloat.quantize.rounding.texts import SplitText
 
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
 #: sequences alone, through layers that are rounded to nearest.
@@ -51,8 +51,7 @@ class RoundingWalk:
         self,
         stack: LayerStack,
         plan: QuantizationPlan,
-        kept: CalibrationSet,
-        held_out: CalibrationSet,
+        texts: SplitText,
         options: RoundingOptions,
         config: Mapping[str, Any],
         progress: Progress | None = None,
@@ -60,8 +59,7 @@ class RoundingWalk:
     ) -> None:
         self.damage = None if groups is None else DamageStreams(groups)
         self.stack, self.options, self.progress = stack, options, progress
-        self.sequences = (*kept.sequences, *held_out.sequences)
-        self.first_held_out = len(kept.sequences)
+        self.sequences, self.texts = texts.sequences, texts
         self.weights = PlannedWeights(plan, config, options.method, options.fold)
         self._passes = 0
 
@@ -74,19 +72,23 @@ class RoundingWalk:
                 self.damage.start(walk.places, [file.record for file in work.finished])
             walk.run(lambda layer: self._round_layer(walk, layer))
             with TensorFile(work.hidden(len(self.stack))) as hidden:
-                record: dict[str, Any] = {"held_out": self._compare(walk, hidden).to_dict()}
+                first = self.texts.first_chosen_on, self.texts.first_reported
+                record: dict[str, Any] = {
+                    "choosing": self._compare(walk, hidden, range(*first)).to_dict(),
+                    "held_out": self._compare(walk, hidden, range(first[1], len(self.sequences))).to_dict(),
+                }
                 if self.damage is not None:
                     record["damage"] = self._measure_damage(walk, hidden, self.damage)
         work.finish(len(self.stack), layer_content({}, record))
 
     def _streams(self, number: int, hidden: Tensor) -> list[Hashable]:
-        held_out = number >= self.first_held_out
+        held_out = number >= self.texts.first_chosen_on
         streams: list[Hashable] = [ORIGINAL]
         if self.options.method.follows_quantized or self.options.kv_cache or held_out:
             streams.append(QUANTIZED)
         if held_out:
             streams.append(NEAREST)
-            if self.damage is not None:
+            if self.damage is not None and number < self.texts.first_reported:
                 streams += self.damage.streams_of(hidden.shape[1])
         return streams
 
@@ -94,15 +96,14 @@ class RoundingWalk:
         self._passes = 0
         return _LayerRun(self, walk, layer).run()
 
-    def _compare(self, walk: LayerWalk, hidden: TensorFile) -> Divergence:
-        """Return how far the quantized model is from the original one on held-out text."""
+    def _compare(self, walk: LayerWalk, hidden: TensorFile, numbers: range) -> Divergence:
+        """Return how far the quantized model is from the original one on some held-out sequences."""
 
         def logits(stream: str, number: int) -> Tensor:
             return self.stack.logits(self.sequences[number], hidden.read(walk.places[stream][number])).float()
 
         return measure_divergence(
-            (logits(ORIGINAL, number), logits(NEAREST, number), logits(QUANTIZED, number))
-            for number in walk.places[NEAREST]
+            (logits(ORIGINAL, number), logits(NEAREST, number), logits(QUANTIZED, number)) for number in numbers
         )
 
     def _measure_damage(self, walk: LayerWalk, hidden: TensorFile, damage: DamageStreams) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class RoundingWalk:
         """Report that one sequence went through a part of a layer."""
         self._passes += 1
         if self.progress is not None:
-            passes = (stages + 2) * len(self.sequences)
+            passes = stages * self.texts.first_reported + 2 * len(self.sequences)
             done = index * passes + min(self._passes, passes)
             self.progress(done, passes * len(self.stack), f"layer {index + 1} of {len(self.stack)}, {what}")
 
@@ -164,7 +165,7 @@ class _LayerRun:
 
     def _fold(self) -> LayerFold:
         """Fold scales of input channels, if the options say so, and return what was folded."""
-        sample = FoldSample(self.reference, self.stages, self.walk.first_held_out, len(self.walk.sequences))
+        sample = FoldSample(self.reference, self.stages, self.walk.texts)
         views = self.walk.weights.views(self.walk.stack, self.layer.index)
         return self.walk.weights.fold(self.layer.index, views, self.stages, sample)
 
@@ -173,8 +174,9 @@ class _LayerRun:
         for number, place in self.original.items():
             output, stage_inputs = self.reader.read_all(self.layer.call(number), self.layer.hidden(place))
             self.layer.write(place, output)
-            self.reference.keep(number, stage_inputs)
-            if number < self.walk.first_held_out:
+            if number < self.walk.texts.first_reported:
+                self.reference.keep(number, stage_inputs)
+            if number < self.walk.texts.first_chosen_on:
                 for stage, stage_input in enumerate(stage_inputs):
                     inner = self.stages[stage].outer is False
                     inputs.observe(stage, routed(stage_input, stage_inputs[stage + 1]) if inner else stage_input)
@@ -229,24 +231,25 @@ class _LayerRun:
             return
         follows = self.walk.options.method.follows_quantized
         paired = self._paired(number, stage, fold)
-        samples = [Sample(HELD_OUT_ROWS, len(self.nearest)) for _ in stage.experts]
+        chosen_on = self.walk.texts.first_chosen_on
+        samples = [Sample(HELD_OUT_ROWS, self.walk.texts.first_reported - chosen_on) for _ in stage.experts]
         found: Iterable[tuple[int, Statistics, dict[str, Any]]]
         if stage.outer is None:
             adding = None if stage.residual is None else rounding.weights[stage.experts[0][0]]
             accumulator = Accumulator(stage.width, drift=follows, adding=adding, device=self.walk.stack.device)
-            divide(paired, accumulator, samples, self.walk.first_held_out)
+            divide(paired, accumulator, samples, chosen_on)
             statistics = accumulator.finish()
             found = [(0, statistics, {"tokens": statistics.tokens})]
         else:
             experts = ExpertRows(self.rows, len(stage.experts))
-            divide(paired, experts, samples, self.walk.first_held_out)
+            divide(paired, experts, samples, chosen_on)
             found = filled_statistics(experts, stage.width, drift=follows)
         for expert, statistics, facts in found:
             rounding.round_group(stage.experts[expert], statistics, samples[expert].rows(), facts)
 
     def _paired(self, number: int, stage: Stage, fold: LayerFold) -> Iterator[tuple[int, Rows, Tensor | None]]:
-        """Yield for each sequence the inputs of a stage in both models, and the expert of each row."""
-        for sequence in self.original:
+        """Yield for each sequence that is not only reported the inputs of a stage in both models, and its experts."""
+        for sequence in range(self.walk.texts.first_reported):
             original = fold.scaled(number, self.reference.read(sequence, number))
             if self.walk.options.method.follows_quantized:
                 hidden = self.layer.hidden(self.quantized[sequence])

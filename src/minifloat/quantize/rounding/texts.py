@@ -1,0 +1,48 @@
+"""The three parts of calibration text: for statistics, for choices, and for the figures of the report."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from minifloat.calibration.data import CalibrationSet, permuted
+from minifloat.errors import DataError
+
+
+@dataclass(frozen=True)
+class SplitText:
+    """Whole sequences of calibration text, each in one part."""
+
+    kept: CalibrationSet  # statistics come from it, and training
+    choosing: CalibrationSet  # folds, factors, formats and steps are chosen on it
+    reported: CalibrationSet  # nothing looks at it but the figures of the report
+
+    @classmethod
+    def of(cls, texts: CalibrationSet, fraction: float) -> SplitText:
+        """Hold out a fraction of the sequences, half of them, the last ones of the text, to be reported only."""
+        size = len(texts.sequences)
+        count = max(2, round(size * fraction))
+        if not fraction or count >= size:
+            raise DataError(
+                f"cannot hold out {fraction} of {size} sequences to choose and judge codes on, and keep some: give a "
+                "larger fraction, or ask for more sequences"
+            )
+        rest = size - count // 2  # sequences of one document follow each other: the border is crossed once
+        choosing = set(permuted(range(rest), random.Random("held out"))[: count - count // 2])
+        parts = ([n for n in range(rest) if n not in choosing], sorted(choosing), range(rest, size))
+        return cls(*(CalibrationSet(tuple(texts.sequences[n] for n in part), texts.record) for part in parts))
+
+    @property
+    def sequences(self) -> tuple[tuple[int, ...], ...]:
+        """All sequences, in the order of the parts."""
+        return self.kept.sequences + self.choosing.sequences + self.reported.sequences
+
+    @property
+    def first_chosen_on(self) -> int:
+        """Number of the first sequence that choices are made on."""
+        return len(self.kept.sequences)
+
+    @property
+    def first_reported(self) -> int:
+        """Number of the first sequence that is only reported."""
+        return len(self.kept.sequences) + len(self.choosing.sequences)
