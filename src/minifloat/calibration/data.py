@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from minifloat.calibration.options import DEFAULT_TEXT, TextOptions
+from minifloat.calibration.options import DEFAULT_SAMPLES, DEFAULT_TEXT, TextOptions
 from minifloat.calibration.readers import OWN_TEXT, Source
 from minifloat.errors import DataError
 
@@ -269,7 +269,7 @@ def load_calibration_data(
     records = []
     if sum(source.name == OWN_TEXT for source in parsed) > 1:
         raise DataError(f"{OWN_TEXT}: given more than once; give it once, with a weight ({OWN_TEXT}#weight=2)")
-    for index, (source, count) in enumerate(zip(parsed, _shares(text.samples, parsed), strict=True)):
+    for index, (source, count) in enumerate(zip(parsed, _shares(text.samples or DEFAULT_SAMPLES, parsed), strict=True)):
         if source.name == OWN_TEXT and own_text is not None:
             written = own_text(count)
             drawn.append(written.sequences)

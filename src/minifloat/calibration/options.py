@@ -25,7 +25,7 @@ class TextOptions:
     """How text becomes sequences of tokens.
 
     Attributes:
-        samples: Sequences in all, held-out ones included.
+        samples: Sequences in all, held-out ones included; None: as many as the job takes by default.
         seq_len: Tokens per sequence.
         seed: For the choice of documents, and of text that the model itself writes.
         packing: Whether to join documents into sequences of the same length; a sequence is never padded.
@@ -35,7 +35,7 @@ class TextOptions:
         UsageError: A number is out of range.
     """
 
-    samples: Count = DEFAULT_SAMPLES
+    samples: Count | None = DEFAULT_SAMPLES
     seq_len: AtLeastTwo = DEFAULT_SEQ_LEN
     seed: int = 0
     packing: bool = True

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minifloat._version import __version__
 from minifloat.calibration.data import CalibrationSet, describe_sequences, fingerprint, sequence_prefix
-from minifloat.calibration.options import TextOptions
+from minifloat.calibration.options import DEFAULT_SAMPLES, TextOptions
 from minifloat.calibration.readers import OWN_TEXT, first_line
 from minifloat.calibration.stats import ModelIdentity
 from minifloat.checkpoint import Checkpoint
@@ -156,14 +156,14 @@ def write_own_text(
     progress: Progress | None = None,
 ) -> CalibrationSet:
     """Return text that the model writes, or a quantized copy of it in the folder `weights`; packing does not apply."""
-    samples, seq_len = options.samples, options.seq_len
+    samples, seq_len = options.samples or DEFAULT_SAMPLES, options.seq_len
     prefix = sequence_prefix(tokenizer)
     _check(checkpoint, seq_len, prefix)
     identity = ModelIdentity.of(checkpoint)
     template = tokenizer.chat_template
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest() if template else None
     settings = TextSettings(identity, options.seed, seq_len, fingerprint(tokenizer), digest)
-    text = None if file is None else _kept(file, settings)
+    text = None if file is None else _kept(file, settings, samples)
     if text is None or len(text.tokens) < samples:
         engine = Engine(
             weights or _own_weights(checkpoint, device),
@@ -191,7 +191,7 @@ def _check(checkpoint: Checkpoint, seq_len: int, prefix: list[int]) -> None:
         raise DataError(f"own text: sequences of {seq_len} tokens, but the model has {positions} positions")
 
 
-def _kept(file: Path, settings: TextSettings) -> WrittenText | None:
+def _kept(file: Path, settings: TextSettings, samples: int) -> WrittenText | None:
     text = read_token_file(file)
     if text is None:
         return None
@@ -199,7 +199,9 @@ def _kept(file: Path, settings: TextSettings) -> WrittenText | None:
     if differences:
         _LOG.warning("%s: the text is written again, because it differs in %s", file, " and ".join(differences))
         return None
-    _LOG.info("%s: %d sequences of the model's own text are there already", file, len(text.tokens))
+    lacking = samples - len(text.tokens)
+    more = f"; it writes {lacking} more" if lacking > 0 else ""
+    _LOG.info("%s: %d sequences of the model's own text are there already%s", file, len(text.tokens), more)
     return text
 
 

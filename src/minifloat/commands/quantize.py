@@ -64,7 +64,7 @@ def _scheme_help() -> str:
 @click.option("--max-kl", type=POSITIVE, metavar="NATS", help="Mix formats within this KL from MODEL on held-out text.")
 @click.option("--no-fold", is_flag=True, help="With --data: fold no scales of input channels into norms and linears.")
 @click.option(
-    "--calibration-samples", type=COUNT, help="Sequences of text.  [default: 512; 284 with --data, 28 of them held out]"
+    "--calibration-samples", type=COUNT, help="Sequences of text.  [default: 512; --data: 284, more for wide linears]"
 )
 @click.option(
     "--calibration-seq-len", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 512; 256 with --data]"
@@ -215,7 +215,7 @@ def _data(params: SimpleNamespace) -> DataOptions | None:
 
     text = replace(
         DEFAULT_TEXT,
-        samples=params.calibration_samples or DEFAULT_TEXT.samples,
+        samples=params.calibration_samples,
         seq_len=params.calibration_seq_len or DEFAULT_TEXT.seq_len,
         seed=params.calibration_seed,
     )

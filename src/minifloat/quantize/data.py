@@ -83,8 +83,8 @@ def source_warnings(gains: Sequence[SourceGain], method: str) -> tuple[str, ...]
     )
 
 
-#: Text that rounding takes by default: 64 Ki tokens, and a tenth more that is held out.
-DEFAULT_TEXT = TextOptions(samples=284, seq_len=256, held_out=0.1)
+#: Text that rounding takes by default; `minifloat.quantize.amount` says how many sequences.
+DEFAULT_TEXT = TextOptions(samples=None, seq_len=256, held_out=0.1)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class DataOptions:
 
     Attributes:
         sources: Files, folders or data sets, or ``"self"`` for text that the model itself writes.
-        text: How text becomes sequences. The held-out part must not be empty.
+        text: How text becomes sequences. The held-out part must not be empty. With `samples=None`, the default, 284
+            sequences, or as many more as the widest linear needs.
         rounding: Method, folding, device.
         hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
             ``"gptq"``.

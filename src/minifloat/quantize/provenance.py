@@ -82,11 +82,11 @@ _DEFAULTS = {"column": "text", "config": None, "split": "train", "weight": None}
 
 
 def _text_options(data: dict[str, Any]) -> str:
-    """Return the options for the amount of text, where it is not the default."""
+    """Return the options for the text, where they are not the default; the number of sequences follows the model."""
     from minifloat.quantize.data import DEFAULT_TEXT
 
-    samples, seq_len = data.get("sequences", DEFAULT_TEXT.samples), data.get("seq_len", DEFAULT_TEXT.seq_len)
-    options = "" if samples == DEFAULT_TEXT.samples else f" --calibration-samples {samples}"
+    samples, seq_len = data.get("sequences"), data.get("seq_len", DEFAULT_TEXT.seq_len)
+    options = "" if samples is None else f" --calibration-samples {samples}"
     options += "" if seq_len == DEFAULT_TEXT.seq_len else f" --calibration-seq-len {seq_len}"
     seed = data.get("seed", DEFAULT_TEXT.seed)
     return options + ("" if seed == DEFAULT_TEXT.seed else f" --calibration-seed {seed}")

@@ -14,13 +14,13 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.amount import enough_text, tokens_needed, widest
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
 from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
 from minifloat.quantize.rounding.budget import require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget_formats import find_formats
-from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
 from minifloat.quantize.rounding.saved import SavedHessians
@@ -120,22 +120,20 @@ def _texts(
     progress: Progress | None,
 ) -> tuple[SplitText, dict[str, Any]]:
     """Return the parts of the text, and the record of the whole."""
+    text = enough_text(data.text, plan, checkpoint.config)
     file = destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors")
-    texts = prepare_texts(checkpoint, data.sources, data.text, file, device=data.rounding.device, progress=progress)
-    return _split(texts, data.text, plan), dict(texts.record)
+    texts = prepare_texts(checkpoint, data.sources, text, file, device=data.rounding.device, progress=progress)
+    return _split(texts, text, plan), dict(texts.record)
 
 
 def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> SplitText:
     """Return the parts of the text."""
-    if not text.held_out:
-        raise DataError("a method that chooses codes with data needs held-out text to be judged on")
     parts = SplitText.of(texts, text.held_out)
-    widest = max((part.shape[1] for tensor in plan.tensors for part in tensor.parts), default=0)
-    needed = TOKENS_PER_CHANNEL * widest
+    needed = tokens_needed(plan)
     if parts.kept.tokens < needed:
         raise DataError(
-            f"{parts.kept.tokens:,} tokens of calibration text are too few for linears with {widest:,} input channels: "
-            f"give at least {needed:,} (--calibration-samples, --calibration-seq-len, or more text)"
+            f"the text has {parts.kept.tokens:,} tokens for statistics, too few for linears with {widest(plan):,} "
+            f"input channels: give at least {needed:,}, and a tenth more that is held out"
         )
     return parts
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError
-from minifloat.model.architecture.roles import EXPERTS, text_config
+from minifloat.model.architecture.roles import EXPERTS, EXPERTS_PER_TOKEN, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,7 +91,6 @@ KNOWN_TYPES = (
 _EXPLICIT = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 #: Largest number of layers, so that a damaged config cannot exhaust memory.
 _MOST_LAYERS = 1 << 14
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "top_k")
 #: Values of `layer_types` of layers without keys and values.
 _STATES = ("linear_attention", "mamba", "conv")
 _WITHOUT_KEYS = (*_STATES, "moe", "mlp")
@@ -208,7 +207,7 @@ def _shape_by_convention(fields: Fields, reason: str) -> ModelShape:
 def _shape(fields: Fields, caches: tuple[CacheLayer, ...], notes: tuple[str, ...]) -> ModelShape:
     """Return the shape with the sizes that a config has; 0 for those that it lacks, with a note."""
     experts = fields.optional(*EXPERTS) or 0
-    visited = fields.optional(*_EXPERTS_PER_TOKEN)
+    visited = fields.optional(*EXPERTS_PER_TOKEN)
     if experts and visited is None:
         notes = (*notes, "The config does not tell how many experts a token visits: a token is counted to visit all.")
     experts_per_token = min(visited or experts, experts)

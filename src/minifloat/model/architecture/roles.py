@@ -31,6 +31,8 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|gating|shared_expert_gate|gate\.wg|rou
 _UNQUANTIZED = re.compile(r"\.(indexer\.(wk|weights_proj)|eh_proj|in_proj_ba|linear_attn\.in_proj_[ab])\.weight$")
 #: Names of the field with the number of routed experts of a layer.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Names of the field of a config that says how many experts a token visits.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "top_k")
 _DENSE_FLOATS = ("BF16", "F16", "F32")
 
 
