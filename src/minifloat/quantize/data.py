@@ -26,6 +26,7 @@ from minifloat.model.plan.overrides import Override
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.rounding.budget import WithinBudget
 from minifloat.quantize.rounding.damage import KLMeans
+from minifloat.quantize.rounding.input_choice import InputChoice
 from minifloat.quantize.rounding.methods import DEFAULT_ROUNDING, RoundingOptions, get_method
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.texts import SplitText
@@ -133,6 +134,7 @@ class RoundedOutput:
     notes: tuple[str, ...]
     within: WithinBudget | None = None
     by_source: tuple[SourceGain, ...] = ()
+    inputs: InputChoice | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -169,6 +171,7 @@ class RoundedOutput:
         weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
         tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
         budget = {} if self.within is None else {"budget": self.within.to_dict()}
+        budget |= {} if self.inputs is None else {"inputs": self.inputs.to_dict()}
         held_out = {
             **self.model.held_out,
             **({"by_source": [asdict(g) for g in self.by_source]} if self.by_source else {}),

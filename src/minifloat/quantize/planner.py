@@ -171,7 +171,7 @@ class Planner:
     def _default(self, scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
         """Return the default scheme, or one that loads where the default does not, with a note on that choice."""
         plan = self._plan(scheme)
-        if self._loads(plan):
+        if self.loads(plan):
             return scheme, ()
         other = self._alternative(scheme)
         if other is None:
@@ -211,7 +211,8 @@ class Planner:
     def _verdicts(self, plan: QuantizationPlan) -> tuple[EngineVerdict, ...]:
         return verdicts_of(Subject.of_plan(self.checkpoint, plan))
 
-    def _loads(self, plan: QuantizationPlan) -> bool:
+    def loads(self, plan: QuantizationPlan) -> bool:
+        """Return whether the target, or any engine but minifloat, loads a plan."""
         if self._target is not None:
             return not self._report(plan, self._target).failures
         return bool(others_that_load(self._verdicts(plan)))
@@ -231,7 +232,7 @@ class Planner:
             except (TensorError, UsageError):
                 continue
             if self._target is not None:
-                if self._loads(plan):
+                if self.loads(plan):
                     return other
                 continue
             count = len(others_that_load(self._verdicts(plan)))

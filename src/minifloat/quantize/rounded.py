@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from minifloat.calibration.options import TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
+from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.amount import enough_text, tokens_needed, widest
@@ -20,7 +22,8 @@ from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
 from minifloat.quantize.rounding.budget import require_feasible, round_within_budget
-from minifloat.quantize.rounding.budget_formats import find_formats
+from minifloat.quantize.rounding.budget_formats import find_formats, loads_alike
+from minifloat.quantize.rounding.input_choice import ATTEMPTS, input_choice
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
 from minifloat.quantize.rounding.saved import SavedHessians
@@ -37,6 +40,11 @@ def run_with_data(
     """Choose codes with data, and formats too within a budget, and yield the run that writes them."""
     if (budget := planner.options.budget) is None:
         plan, notes = planner.chosen(scheme)
+        inputs = plan.scheme.activation
+        if scheme is None and data.hessians is None and inputs is not None and not inputs.needs_calibration:
+            with default_output(planner, plan, data, destination, progress) as (planner, plan, rounded):
+                yield planner.run(plan, notes, rounded.calibration(planner.checkpoint), rounded)
+            return
         with rounded_output(planner.checkpoint, plan, data, destination, progress) as rounded:
             yield planner.run(plan, notes, rounded.calibration(planner.checkpoint), rounded)
         return
@@ -69,6 +77,41 @@ def rounded_output(
         gains = source_gains(record, texts.reported, data.text.held_out, model.held_out)
         notes = (*_notes(model, plan, data), *source_warnings(gains, data.rounding.method.name))
         yield RoundedOutput(model, _recipe(data, record, texts.kept), notes, by_source=gains)
+
+
+@contextmanager
+def default_output(
+    planner: Planner, plan: QuantizationPlan, data: DataOptions, destination: Path, progress: Progress | None
+) -> Iterator[tuple[Planner, QuantizationPlan, RoundedOutput]]:
+    """Choose which inputs the default scheme rounds, and codes; the work is kept if the block is left with an error."""
+    checkpoint, work_dir = planner.checkpoint, _beside(destination, WORK_SUFFIX)
+    texts, record = _texts(checkpoint, plan, data, destination, progress)
+    with ExitStack() as stack:
+        choice = stack.enter_context(input_choice(checkpoint, plan, texts.kept, data.rounding, work_dir, progress))
+        for attempt in range(ATTEMPTS):
+            choice.choose(partial(_loads, planner, plan), last=attempt == ATTEMPTS - 1)
+            scheme, overrides = choice.recipe()
+            planner = planner.with_overrides(overrides)
+            plan, _ = planner.chosen(scheme)
+            folder = work_dir.with_name(f"{work_dir.name}-{attempt}") if attempt else work_dir
+            model = stack.enter_context(round_checkpoint(checkpoint, plan, texts, data.rounding, folder, progress))
+            if choice.accepts(model.choosing["method"], model.choosing["disagreement"]):
+                break
+        gains = source_gains(record, texts.reported, data.text.held_out, model.held_out)
+        warnings = source_warnings(gains, data.rounding.method.name)
+        notes = (*choice.notes(), *_notes(model, plan, data), *warnings)
+        yield planner, plan, RoundedOutput(model, _recipe(data, record, texts.kept), notes, None, gains, choice)
+
+
+def _loads(planner: Planner, plan: QuantizationPlan, scheme: Scheme, overrides: Sequence[Override]) -> bool:
+    """Return whether a mixture loads wherever a plan does, or another scheme in any engine or on the target."""
+    try:
+        other = planner.plan(scheme, overrides)
+    except UsageError:
+        return False
+    if scheme != plan.scheme:
+        return planner.loads(other)
+    return loads_alike(planner.checkpoint, planner.options.target, plan)(other)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Literal
 
 from minifloat.engine.options import Dtype
 from minifloat.numerics.ranges import AtLeastTwo, Count, Fraction, Natural, NonNegative, check_fields
+from minifloat.quantize.limits import MAX_KL, MAX_PPL_INCREASE, MIN_SAME_TOP1
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Tolerance:
         UsageError: If a bound is below 0 or NaN, or if the fraction or the margin is above 1.
     """
 
-    max_ppl_increase: NonNegative = 0.01
-    max_kl: NonNegative = 0.02
-    min_same_top1: Fraction = 0.92
+    max_ppl_increase: NonNegative = MAX_PPL_INCREASE
+    max_kl: NonNegative = MAX_KL
+    min_same_top1: Fraction = MIN_SAME_TOP1
     margin: Fraction = 0.1
 
     def __post_init__(self) -> None:

@@ -235,6 +235,13 @@ class _Loading:
         return ""
 
 
+def loads_alike(
+    checkpoint: Checkpoint, target: str | None, plan: QuantizationPlan
+) -> Callable[[QuantizationPlan], bool]:
+    """Return whether another plan loads wherever a plan does."""
+    return _Loading(checkpoint, target).of(plan)
+
+
 def _cheapest(
     planner: Planner, scheme: Scheme | None, user: Sequence[Override], loading: _Loading
 ) -> tuple[Scheme, QuantizationPlan]:

@@ -29,6 +29,7 @@ class Divergence:
     method: float  # KL(original || rounded by the method), in nats per token
     nearest_error: float | None  # standard error of `nearest`, from the means of the sequences; None: there is only one
     method_error: float | None
+    disagreement: float  # share of tokens for which the method changes the most probable next token
     nearest_by_sequence: tuple[float, ...] = ()
     method_by_sequence: tuple[float, ...] = ()
 
@@ -75,14 +76,16 @@ class KLMeans:
 @torch.inference_mode()
 def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Divergence:
     """Return the divergence over some sequences."""
-    nearest, method = KLMeans(), KLMeans()
+    nearest, method, changed = KLMeans(), KLMeans(), KLMeans()
     for original, *others in logits:
+        changed.add((original.argmax(-1) != others[-1].argmax(-1))[None])
         for candidate, means in zip(others, (nearest, method), strict=True):
             means.add(token_kl(original, candidate)[None])
             if not math.isfinite(means.means[-1]):
                 raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(means.means) - 1}")
     by_sequence = (tuple(nearest.means), tuple(method.means))
-    return Divergence(nearest.total, nearest.mean, method.mean, nearest.error, method.error, *by_sequence)
+    errors = nearest.error, method.error
+    return Divergence(nearest.total, nearest.mean, method.mean, *errors, changed.mean, *by_sequence)
 
 
 def token_kl(original: Tensor, candidate: Tensor) -> Tensor:

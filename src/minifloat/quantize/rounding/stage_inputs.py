@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -279,11 +279,11 @@ class InputQuantizer:
         return dequantize_activation(codes, grid, spec).to(inputs.dtype)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Round the inputs of all linears of the layer while the block runs."""
+    def applied(self, numbers: Container[int] | None = None) -> Iterator[None]:
+        """Round the inputs of the linears of the layer, or of some of its stages, while the block runs."""
         with ExitStack() as stack:
             for number, stage in enumerate(self._stages):
-                if number not in self._specs:
+                if number not in self._specs or (numbers is not None and number not in numbers):
                     continue
                 if stage.outer is None:
                     for path in stage.paths:

@@ -1,0 +1,287 @@
+"""Chooses which inputs a scheme rounds, so that the model is predicted to keep the bounds of the verdict.
+
+Before anything is rounded, `measured_losses` measures what rounding all inputs costs, and if that may be too much, what
+rounding those of each group costs. The damages of groups add up, as in a budget. Inputs stay in 16 bits for the groups
+with the least weights that suffice, or for all groups if these have most of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from minifloat.calibration.data import CalibrationSet
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
+from minifloat.model.plan.overrides import Override
+from minifloat.model.plan.tensor_plan import QuantizationPlan
+from minifloat.numerics.scheme import SCHEMES, Scheme
+from minifloat.quantize.limits import MAX_KL, MAX_PPL_INCREASE, MIN_SAME_TOP1
+from minifloat.quantize.rounding.budget import Frontier
+from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, mixture
+from minifloat.quantize.rounding.input_walk import Loss, Stream, measured_losses
+from minifloat.quantize.rounding.methods import Method, RoundingOptions
+
+#: Share of each bound that a choice aims at, and that it may take up when it is measured: bounds hold for whole
+#: intervals, and on other text.
+AIM, ACCEPTED = 0.7, 0.85
+#: KL of weights of eight bits that were rounded with data, as a share of that of the nearest ones, at most.
+_WITH_DATA = 0.7
+#: Share of the KL that inputs cost at least if it is worth the time to keep them in 16 bits.
+_WORTH = 0.1
+#: Largest share of the weights that have inputs in 16 bits beside others.
+_MOST = 0.5
+#: Tokens that measure the whole model, and those that measure the groups.
+_TOKENS, _GROUP_TOKENS = 4096, 1024
+#: Tokens times layers that all streams of groups run through at most; groups of adjacent layers are measured together.
+_LAYER_TOKENS = 4 << 20
+#: Roundings of a model at most; the last has all inputs in 16 bits.
+ATTEMPTS = 3
+#: The bounds of the verdict on KL and perplexity as one: on text of the model, the logarithm of perplexity rises by KL.
+_MAX_KL = min(MAX_KL, math.log1p(MAX_PPL_INCREASE))
+_BOUNDS = f"compare allows about {_MAX_KL:.2g} (perplexity +{MAX_PPL_INCREASE:.0%}) and {1 - MIN_SAME_TOP1:.0%}"
+
+
+def weight_only_counterpart(scheme: Scheme) -> Scheme:
+    """Return the scheme with the same elements and inputs in 16 bits, of the same weights if there is one."""
+    others = [s for s in SCHEMES.values() if s.activation is None and s.weight.element is scheme.weight.element]
+    return next((other for other in others if other.weight == scheme.weight), others[0])
+
+
+def within(loss: Loss, share: float) -> bool:
+    """Return whether a loss takes up at most a share of the bounds on KL; top-1 changes with the root of KL."""
+    return loss.kl <= share * _MAX_KL and loss.disagreement <= math.sqrt(share) * (1 - MIN_SAME_TOP1)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The loss of a model whose weights are rounded by a method, by the share of the damage that its inputs do."""
+
+    weights: Loss
+    whole: Loss
+
+    @classmethod
+    def before(cls, nearest: Loss, whole: Loss, method: Method) -> Prediction:
+        """Return the prediction from the losses with nearest weights, without and with rounded inputs."""
+        part = _WITH_DATA if method.needs_data else 1.0
+        weights = Loss(nearest.kl * part, nearest.disagreement * math.sqrt(part))
+        kl = weights.kl + max(whole.kl - nearest.kl, 0.0)
+        return cls(weights, Loss(kl, whole.disagreement * _root(kl, whole.kl)))
+
+    def at(self, share: float) -> Loss:
+        """Return the loss if the inputs that do a share of the damage are rounded."""
+        kl = self.weights.kl + share * (self.whole.kl - self.weights.kl)
+        return Loss(kl, self.whole.disagreement * _root(kl, self.whole.kl))
+
+    def largest(self, aim: float) -> float | None:
+        """Return the largest share of the damage that keeps the bounds; None: not even 16-bit inputs do."""
+        of_top1 = self.whole.kl * aim * ((1 - MIN_SAME_TOP1) / (self.whole.disagreement or 1.0)) ** 2
+        left = min(aim * _MAX_KL, of_top1) - self.weights.kl
+        return None if left < 0 else min(left / ((self.whole.kl - self.weights.kl) or 1.0), 1.0)
+
+    def after(self, share: float, measured: Loss) -> Prediction:
+        """Return the prediction that agrees with what was measured at a share of the damage."""
+        more = measured.kl - self.at(share).kl
+        kl = self.whole.kl + more
+        return Prediction(
+            replace(self.weights, kl=self.weights.kl + more),
+            Loss(kl, measured.disagreement * _root(kl, measured.kl)),
+        )
+
+
+def _root(kl: float, other: float) -> float:
+    """Return the factor between the shares of tokens with another top-1 that go with two divergences."""
+    return math.sqrt(max(kl, 0.0) / other) if other > 0 else 1.0
+
+
+@dataclass
+class InputChoice:
+    """The inputs that a scheme rounds, and why."""
+
+    scheme: Scheme
+    other: Scheme
+    user: Sequence[Override]
+    prediction: Prediction
+    first: Prediction = field(init=False)
+    groups: Groups | None = None
+    damages: tuple[float, ...] = ()
+    layers_together: int = 1
+    wide: tuple[bool, ...] = ()  # for each group whether its inputs stay in 16 bits; empty: all are rounded
+    everywhere: bool = False  # whether all inputs stay in 16 bits
+    refused: bool = False  # whether 16-bit inputs do not load where the scheme does
+    measured: list[Loss] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first = self.prediction
+
+    @property
+    def share(self) -> float:
+        """The share of the damage that the rounded inputs do."""
+        if self.everywhere:
+            return 0.0
+        total = sum(self.damages) or 1.0
+        return 1.0 - sum(damage for damage, wide in zip(self.damages, self.wide, strict=False) if wide) / total
+
+    @property
+    def wide_weights(self) -> float:
+        """The share of the weights whose inputs stay in 16 bits."""
+        if self.groups is None:
+            return float(self.everywhere)
+        weights = [group.weights for group in self.groups.groups]
+        return sum(count for count, wide in zip(weights, self.wide, strict=False) if wide) / max(sum(weights), 1)
+
+    def recipe(self) -> tuple[Scheme, list[Override]]:
+        """Return the scheme of most weights, and all overrides."""
+        if self.everywhere or self.groups is None or not any(self.wide):
+            return (self.other if self.everywhere else self.scheme), list(self.user)
+        chosen = [self.other if wide else self.scheme for wide in self.wide]
+        return self.scheme, [*self.user, *mixture(self.groups, chosen, self.scheme)]
+
+    def choose(self, loads: Callable[[Scheme, Sequence[Override]], bool], *, last: bool = False) -> None:
+        """Take the cheapest inputs to keep in 16 bits that are predicted to keep the bounds, or all if it is `last`."""
+        if self.groups is None:
+            return
+        before, allowed = self.wide, None if last else self.prediction.largest(AIM)
+        if allowed is not None:
+            costs = [[0, group.weights] for group in self.groups.groups]
+            frontier = Frontier(costs, [[damage, 0.0] for damage in self.damages])
+            choice = frontier.reaching(allowed * sum(self.damages)) or [1] * len(costs)
+            self.wide = tuple(option == 1 for option in choice)
+        self.everywhere = allowed is None or self.wide_weights > _MOST or self.wide == before
+        if not self.everywhere and not loads(*self.recipe()):
+            self.everywhere = True
+        if self.everywhere and not loads(*self.recipe()):
+            self.everywhere, self.wide, self.refused = False, (), True
+
+    def accepts(self, kl: float, disagreement: float) -> bool:
+        """Record what a rounded model gave, and return whether it is the result."""
+        self.measured.append(Loss(kl, disagreement))
+        done = self.everywhere or self.refused or self.groups is None or within(self.measured[-1], ACCEPTED)
+        if not done:
+            self.prediction = self.prediction.after(self.share, self.measured[-1])
+        return done
+
+    def notes(self) -> Iterator[str]:
+        """Yield sentences for the user."""
+        whole, weights = self.first.whole, self.first.weights
+        costs = (
+            f"rounding all inputs was predicted to give KL {whole.kl:.4f} and another top-1 for "
+            f"{whole.disagreement:.1%} of the tokens, 16-bit inputs KL {weights.kl:.4f} and "
+            f"{weights.disagreement:.1%}; {_BOUNDS}"
+        )
+        name, other = self.scheme.name, self.other.name
+        if self.everywhere:
+            yield f"The scheme is {other} instead of {name}: {costs}. --scheme {name} rounds inputs nevertheless."
+        elif any(self.wide):
+            total = f"{sum(self.wide)} of {len(self.wide)} groups of weights ({self.wide_weights:.0%} of the weights)"
+            yield (
+                f"{name} with 16-bit inputs for {total}: {costs}. --scheme {name} rounds all inputs, "
+                f"--scheme {other} none."
+            )
+        elif self.refused:
+            yield f"{name} rounds all inputs, because 16-bit inputs do not load where it does: {costs}."
+        if self.layers_together > 1:
+            yield f"What inputs cost was measured in sets of {self.layers_together} adjacent layers, to save time."
+        if len(self.measured) > 1:
+            yield f"KL of the attempts: {', '.join(f'{loss.kl:.4f}' for loss in self.measured)}."
+        if self.measured and not within(self.measured[-1], 1.0):
+            last = self.measured[-1]
+            yield (
+                f"WARNING: compare may fail this model: KL {last.kl:.4f} and another top-1 for {last.disagreement:.1%} "
+                f"of the tokens were measured; {_BOUNDS}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choice and what it came from as JSON values."""
+        names = [] if self.groups is None else [group.name for group in self.groups.groups]
+        return {
+            "predicted": {"all_inputs": vars(self.first.whole), "no_inputs": vars(self.first.weights)},
+            "measured": [{"kl": loss.kl, "disagreement": loss.disagreement} for loss in self.measured],
+            "all_16_bit": self.everywhere,
+            "groups": [
+                {"group": name, "damage": damage, "16_bit": self.everywhere or wide}
+                for name, damage, wide in zip(names, self.damages, self.wide or [False] * len(names), strict=True)
+            ],
+        }
+
+
+@contextmanager
+def input_choice(
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    text: CalibrationSet,
+    options: RoundingOptions,
+    work_dir: Path,
+    progress: Progress | None = None,
+) -> Iterator[InputChoice]:
+    """Measure what the inputs of a plan cost; the files stay until the block is left without an error."""
+    rounded = frozenset(name for name, scheme in plan.modules.items() if scheme.activation is not None)
+    whole = [Stream("weights", frozenset(), nearest=True), Stream("all", rounded, nearest=True)]
+    with ExitStack() as stack:
+
+        def losses(streams: Sequence[Stream], tokens: int, what: str) -> Mapping[str, Loss]:
+            folder, report = work_dir.with_name(f"{work_dir.name}-{what}"), None
+            if progress is not None:
+
+                def report(done: int, total: int, where: str) -> None:
+                    progress(done, total, f"measuring inputs: {where}")
+
+            part = _first(text, tokens)
+            return stack.enter_context(measured_losses(checkpoint, plan, part, streams, options, folder, report))
+
+        found = losses(whole, _TOKENS, "inputs")
+        nothing = Loss(0.0, 0.0)
+        nearest, both = found.get("weights", nothing), found.get("all", nothing)
+        prediction = Prediction.before(nearest, both, options.method)
+        choice = InputChoice(plan.scheme, weight_only_counterpart(plan.scheme), plan.overrides, prediction)
+        if not within(prediction.whole, AIM) and prediction.whole.kl - prediction.weights.kl > _WORTH * both.kl:
+            groups, together = joined_groups(find_groups(plan, [], plan.overrides), rounded)
+            streams = [Stream(group.name, frozenset(group.parts) & rounded) for group in groups.groups]
+            by_group = losses(streams, _GROUP_TOKENS, "groups")
+            damages = tuple(by_group[group.name].kl if group.name in by_group else 0.0 for group in groups.groups)
+            choice.groups, choice.damages, choice.layers_together = groups, damages, together
+        yield choice
+
+
+def _first(text: CalibrationSet, tokens: int) -> CalibrationSet:
+    """Return the first sequences with about so many tokens, at least one."""
+    chosen: list[Sequence[int]] = []
+    for sequence in text.sequences:
+        if chosen and sum(map(len, chosen)) + len(sequence) > tokens:
+            break
+        chosen.append(sequence)
+    return CalibrationSet(tuple(map(tuple, chosen)))
+
+
+def joined_groups(groups: Groups, rounded: frozenset[str]) -> tuple[Groups, int]:
+    """Return the groups with rounded inputs, those of adjacent layers as one as far as time needs it, and how many."""
+    members = [group for group in groups.groups if rounded.intersection(group.parts)]
+    places = [_place(group) for group in members]
+    layers = len({layer for _, layer in places})
+    together = max(1, math.ceil(len(members) * layers / 2 * _GROUP_TOKENS / _LAYER_TOKENS))
+    joined: dict[tuple[str, int], list[Group]] = {}
+    for group, (kind, layer) in zip(members, places, strict=True):
+        joined.setdefault((kind, layer // together), []).append(group)
+    return replace(groups, groups=tuple(_joined(of_set) for of_set in joined.values())), together
+
+
+def _place(group: Group) -> tuple[str, int]:
+    """Return the kind of a group, and the number of its layer."""
+    kind, *numbers = re.split(r"\.(\d+)\.", group.name, maxsplit=1)
+    return (f"{kind}.*.{numbers[1]}", int(numbers[0])) if numbers else (group.name, 0)
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    first, last = groups[0], groups[-1]
+    return Group(
+        first.name if len(groups) == 1 else f"{first.name} to {last.name}",
+        tuple(module for group in groups for module in group.modules),
+        tuple(part for group in groups for part in group.parts),
+        sum(group.weights for group in groups),
+        (),
+    )

@@ -1,0 +1,168 @@
+"""With text, the default scheme keeps inputs in 16 bits where the verdict of `compare` needs it, and says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minifloat.calibration.options import TextOptions
+from minifloat.checkpoint import Checkpoint
+from minifloat.deploy.check import check_checkpoint
+from minifloat.deploy.check.subject import Subject
+from minifloat.quantize import rounded
+from minifloat.quantize.data import DataOptions
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.report import QuantizeReport
+from minifloat.quantize.rounding import input_choice
+from minifloat.quantize.rounding.budget_formats import Group, Groups
+
+MakeModel = Callable[..., Path]
+TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
+
+
+@pytest.fixture(scope="module")
+def llama(make_llama: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with 4 groups in each of 2 layers."""
+    return make_llama(tmp_path_factory.mktemp("default") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    words = random.Random(0)
+    file.write_text(" ".join("".join(words.choices("abcdefghij", k=5)) for _ in range(400)))
+    return file
+
+
+def quantize(model: Path, out: Path, text: Path, scheme: str | None = None, **options: Any) -> QuantizeReport:
+    return quantize_checkpoint(model, out, scheme, QuantizeOptions(**options), data=DataOptions([text], TEXT))
+
+
+def allow(monkeypatch: pytest.MonkeyPatch, kl: float) -> None:
+    """Let the verdict allow another divergence, and any top-1."""
+    monkeypatch.setattr(input_choice, "_MAX_KL", kl)
+    monkeypatch.setattr(input_choice, "MIN_SAME_TOP1", -9.0)
+
+
+def inputs_of(report: QuantizeReport) -> dict[str, Any]:
+    assert report.rounding is not None
+    found: dict[str, Any] = report.rounding["inputs"]
+    return found
+
+
+def wide_modules(folder: Path) -> set[str]:
+    """The modules whose inputs stay in 16 bits."""
+    with Checkpoint.open(folder) as checkpoint:
+        subject = Subject.of_checkpoint(checkpoint)
+    return {weight.module for weight in subject.quantized if weight.activation is None}
+
+
+@pytest.fixture(scope="module")
+def predicted(llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
+    """The divergence with all inputs rounded, and with none."""
+    with pytest.MonkeyPatch.context() as patch:
+        allow(patch, 1.0)
+        report = quantize(llama, tmp_path_factory.mktemp("plain") / "out", text)
+    found = inputs_of(report)
+    assert report.recipe["scheme"] == "fp8-dynamic"
+    assert found["groups"] == []
+    return found["predicted"]["all_inputs"]["kl"], found["predicted"]["no_inputs"]["kl"]
+
+
+def test_the_groups_with_costly_inputs_keep_them_in_16_bits(
+    llama: Path, text: Path, predicted: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, none = predicted
+    allow(monkeypatch, (0.6 * every + 0.4 * none) / input_choice.AIM)
+    report = quantize(llama, tmp_path / "out", text)
+    groups = inputs_of(report)["groups"]
+    wide = [group for group in groups if group["16_bit"]]
+    assert 0 < len(wide) < len(groups) == 8
+    damage = sum(group["damage"] for group in wide)
+    assert damage >= 0.39 * sum(group["damage"] for group in groups)
+    assert report.recipe["scheme"] == "fp8-dynamic"
+    assert any(f"16-bit inputs for {len(wide)} of 8 groups" in note for note in report.notes)
+    assert "16-bit inputs for" in (tmp_path / "out" / "README.md").read_text()
+    modules = wide_modules(tmp_path / "out")
+    assert {"self_attn.q_proj" in m for m in modules} == {"self_attn.k_proj" in m for m in modules}
+    assert len(modules) == sum({"qkv": 3, "gate_up": 2}.get(g["group"].split(".")[-1], 1) for g in wide)
+    assert check_checkpoint(tmp_path / "out", "vllm:h100").failures == ()
+    assert not list(tmp_path.glob("*.minifloat-rounding*"))
+
+
+def test_all_inputs_stay_in_16_bits_where_most_weights_need_it(
+    llama: Path, text: Path, predicted: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, none = predicted
+    for name, share in (("most", 0.05), ("less", -0.5)):
+        allow(monkeypatch, (share * every + (1 - share) * none) / input_choice.AIM)
+        report = quantize(llama, tmp_path / name, text)
+        assert report.recipe["scheme"] == "fp8"
+        assert report.recipe["overrides"] == []
+        assert any("The scheme is fp8 instead of fp8-dynamic" in note for note in report.notes)
+
+
+def test_a_scheme_that_is_named_is_obeyed(
+    llama: Path, text: Path, predicted: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(monkeypatch, predicted[1] / 2)
+    report = quantize(llama, tmp_path / "out", text, "fp8-dynamic")
+    assert report.recipe["scheme"] == "fp8-dynamic"
+    assert not wide_modules(tmp_path / "out")
+    assert "inputs" not in (report.rounding or {})
+
+
+def test_the_recorded_command_repeats_the_mixture(
+    llama: Path, text: Path, predicted: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, none = predicted
+    allow(monkeypatch, (0.6 * every + 0.4 * none) / input_choice.AIM)
+    recipe = quantize(llama, tmp_path / "out", text).recipe
+    quantize(llama, tmp_path / "again", text, recipe["scheme"], overrides=recipe["overrides"])
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [file.read_bytes() for file in files] == [(tmp_path / "again" / f.name).read_bytes() for f in files]
+
+
+def test_a_miss_leads_to_another_attempt_and_the_last_has_16_bit_inputs(
+    llama: Path, text: Path, predicted: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, none = predicted
+    allow(monkeypatch, (0.6 * every + 0.4 * none) / input_choice.AIM)
+    monkeypatch.setattr(input_choice, "ACCEPTED", 0.0)
+    report = quantize(llama, tmp_path / "out", text)
+    assert 2 <= len(inputs_of(report)["measured"]) <= input_choice.ATTEMPTS
+    assert report.recipe["scheme"] == "fp8"
+    assert any("KL of the attempts" in note for note in report.notes)
+
+
+def test_a_target_that_does_not_load_the_mixture_gets_one_scheme(
+    llama: Path, text: Path, predicted: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, none = predicted
+    allow(monkeypatch, (0.6 * every + 0.4 * none) / input_choice.AIM)
+    monkeypatch.setattr(rounded, "loads_alike", lambda *_: lambda _: False)
+    report = quantize(llama, tmp_path / "out", text)
+    assert report.recipe["scheme"] == "fp8"
+    assert len(wide_modules(tmp_path / "out")) == 14
+
+
+def test_groups_of_adjacent_layers_are_measured_together_in_deep_models() -> None:
+    kinds = ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
+    groups = tuple(
+        Group(f"model.layers.{layer}.{kind}", (kind,), (f"{layer}.{kind}",), 1, ())
+        for layer in range(80)
+        for kind in kinds
+    )
+    parts = frozenset(part for group in groups for part in group.parts)
+    joined, together = input_choice.joined_groups(Groups(groups, (), 0, 0, 0), parts)
+    assert together > 1
+    assert len(joined.groups) * 40 * 1024 <= 4 << 20
+    assert sum(len(group.parts) for group in joined.groups) == 320
+    assert all(len({part.split(".", 1)[1] for part in group.parts}) == 1 for group in joined.groups)
+    small, together = input_choice.joined_groups(Groups(groups[:120], (), 0, 0, 0), parts)
+    assert (small.groups, together) == (groups[:120], 1)
