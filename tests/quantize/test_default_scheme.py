@@ -13,10 +13,11 @@ from minifloat.calibration.options import TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check import check_checkpoint
 from minifloat.deploy.check.subject import Subject
-from minifloat.quantize import rounded
+from minifloat.quantize import planner, rounded
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.preview import preview_quantization
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounding import input_choice
 from minifloat.quantize.rounding.budget_formats import Group, Groups
@@ -166,3 +167,19 @@ def test_groups_of_adjacent_layers_are_measured_together_in_deep_models() -> Non
     assert all(len({part.split(".", 1)[1] for part in group.parts}) == 1 for group in joined.groups)
     small, together = input_choice.joined_groups(Groups(groups[:120], (), 0, 0, 0), parts)
     assert (small.groups, together) == (groups[:120], 1)
+
+
+def test_without_data_a_small_model_is_told_what_is_known(llama: Path, tmp_path: Path) -> None:
+    told = "Nothing was measured on this model. fp8-dynamic rounds inputs to E4M3"
+    notes = [
+        quantize_checkpoint(llama, tmp_path / "default").notes,
+        preview_quantization(llama, tmp_path / "none").notes,
+        quantize_checkpoint(llama, tmp_path / "named", "fp8-dynamic").notes,
+        quantize_checkpoint(llama, tmp_path / "wide", "fp8").notes,
+    ]
+    assert [any(note.startswith(told) for note in of_run) for of_run in notes] == [True, True, False, False]
+
+
+def test_a_large_model_is_told_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_SMALL", 1000)
+    assert not any("Nothing was measured" in note for note in preview_quantization(llama, tmp_path / "none").notes)

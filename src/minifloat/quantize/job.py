@@ -46,8 +46,9 @@ def quantize_checkpoint(
             `options.from_quantized` in any layout that `layouts.describe` reads.
         destination: A folder that does not exist yet, in one that does.
         scheme: A name of `SCHEMES`, or a `Scheme`; by default ``"fp8-block"``, or where no engine but minifloat, or
-            not `options.target`, would load that, a scheme of 8 bits that loads; a note says so. With a budget the
-            cheapest format of the mixture, by default the cheapest weight-only scheme that the model allows.
+            not `options.target`, would load that, a scheme of 8 bits that loads; a note says so. With data, inputs stay
+            in 16 bits, for some groups of weights or for all (``"fp8"``), where the bounds of `compare` need it. With a
+            budget the cheapest format of the mixture, by default the cheapest weight-only scheme that the model allows.
         options: Layout, overrides, method and all else; `QuantizeOptions` describes them.
         calibration: Activation statistics, and the rule that turns them into static scales.
         data: Text that codes are chosen with: files, folders, data sets, or ``"self"`` for text that the model itself
@@ -78,7 +79,8 @@ def quantize_checkpoint(
     data_options = _data_options(data, options, calibration)
     with planned_source(source, destination, options) as planner, ExitStack() as stack:
         if data_options is None:
-            run = planner.run(*planner.chosen(wanted), calibration)
+            plan, notes = planner.chosen(wanted)
+            run = planner.run(plan, (*notes, *planner.unmeasured(wanted, plan)), calibration)
         else:
             from minifloat.quantize.rounded import run_with_data
 

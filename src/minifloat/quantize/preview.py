@@ -107,7 +107,10 @@ def preview_quantization(
             "--dry-run: within a budget, formats depend on the damage that text shows; leave one of them out"
         )
     with planned_source(source, destination, options) as planner:
-        plan, notes = planner.chosen(get_scheme(scheme) if isinstance(scheme, str) else scheme)
+        wanted = get_scheme(scheme) if isinstance(scheme, str) else scheme
+        plan, notes = planner.chosen(wanted)
+        if not calibrates:
+            notes = (*notes, *planner.unmeasured(wanted, plan))
         run = planner.run(plan, notes, calibration, calibrates=calibrates)
         return QuantizePreview(
             str(source),
