@@ -116,13 +116,14 @@ def test_load_and_transformers_compute_the_same_in_the_dtype_of_the_source(
 
 @twins
 @methods
-def test_the_engine_answers_with_the_logits_of_load(
+def test_the_native_engine_answers_with_the_logits_of_load(
     output_of: Callable[[str, str], Path], twin: str, method: str
 ) -> None:
     """Activations of 16 bits round differently in the two; float32 does not."""
     output, dtype = output_of(twin, method), TWINS[twin][0]
     engine = Engine(output, EngineOptions(lm_head="bf16"))
-    assert engine.info.dtype == str(dtype).removeprefix("torch.")
+    assert engine.info.runner == "native", engine.info.reason_not_native
+    assert engine.info.dtype == engine.info.lm_head == str(dtype).removeprefix("torch.")
     scores = torch.cat(list(engine.logits(IDS[0].tolist())))
     with torch.inference_mode():
         expected = load(output, LoadOptions(weight_only=True))(IDS).logits[0].float()

@@ -39,6 +39,8 @@ class Element(enum.IntEnum):
     E4M3 = 0
     E2M1 = 1
     BF16 = 2
+    F16 = 3
+    F32 = 4
 
 
 class Grid(enum.IntEnum):
@@ -71,9 +73,13 @@ KINDS = {
     "mxfp4": Kind(Element.E2M1, Grid.E8M0, (1, 32)),
     "nvfp4": Kind(Element.E2M1, Grid.E4M3, (1, 16)),
     "bf16": Kind(Element.BF16, Grid.ROW, (None, None)),
+    "f16": Kind(Element.F16, Grid.ROW, (None, None)),
+    "f32": Kind(Element.F32, Grid.ROW, (None, None)),
 }
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Elements that are not quantized.
+FLOATS = dict(zip((Element.BF16, Element.F16, Element.F32), DTYPES, strict=True))
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 #: Largest relative L2 error of a result of that dtype: what rounding it costs and little more.
@@ -109,8 +115,8 @@ class Stored:
     """A weight ``[N, K]`` as a checkpoint stores it."""
 
     kind: Kind  #: its format
-    codes: torch.Tensor  #: uint8 ``[N, K]``, one code each; bfloat16 values for BF16
-    scales: torch.Tensor | None  #: the grid of the kind: float32, or uint8 codes; None for BF16
+    codes: torch.Tensor  #: uint8 ``[N, K]``, one code each; values of floats
+    scales: torch.Tensor | None  #: the grid of the kind: float32, or uint8 codes; None for floats
     factor: float = 1.0  #: multiplies every scale
 
     @property
@@ -143,7 +149,7 @@ class Stored:
 
     def values(self) -> torch.Tensor:
         """The dequantized weight: float64 ``[N, K]``."""
-        if self.kind.element is Element.BF16:
+        if self.kind.element in FLOATS:
             return self.codes.double()
         elements = values_of(E4M3 if self.kind.element is Element.E4M3 else E2M1)[self.codes.long()]
         return elements * self.scale_values() * float(torch.tensor(self.factor, dtype=torch.float32))
@@ -163,8 +169,8 @@ def make(name: str, rows: int, cols: int, seed: int = 0) -> Stored:
     """Return a weight of random finite codes, uniformly distributed, and scales of about a hundredth."""
     kind = KINDS[name]
     random = torch.Generator().manual_seed(seed)
-    if kind.element is Element.BF16:
-        return Stored(kind, (torch.randn(rows, cols, generator=random) * 0.02).bfloat16(), None)
+    if kind.element in FLOATS:
+        return Stored(kind, (torch.randn(rows, cols, generator=random) * 0.02).to(FLOATS[kind.element]), None)
     pool = finite_codes(E4M3 if kind.element is Element.E4M3 else E2M1)
     codes = pool[torch.randint(len(pool), (rows, cols), generator=random)]
     shape = grid_shape(kind, rows, cols)

@@ -1,6 +1,7 @@
 """Builds the decoder of the CPU, `minifloat.kernels.decoder.Decoder`, straight from a checkpoint.
 
-Each weight is packed as soon as it is read, in the format that it is stored in, or as BF16.
+Each weight is packed as soon as it is read, in the format that it is stored in. Floats are packed as BF16 where that
+holds them, else in the dtype of the model.
 """
 
 from __future__ import annotations
@@ -152,11 +153,8 @@ class NativeWeights:
         return held if isinstance(held, PackedWeight) else self._pack(weight, name)
 
     def _pack(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:
-        if isinstance(weight, Tensor) and weight.dtype != torch.bfloat16:
-            rounded = weight.bfloat16()
-            if not torch.equal(rounded.to(weight.dtype), weight):
-                raise NotNative(f"{name} is {weight.dtype} and BF16, which the kernels multiply, does not hold it")
-            weight = rounded
+        if isinstance(weight, Tensor) and torch.equal(weight.bfloat16().to(weight.dtype), weight):
+            weight = weight.bfloat16()
         try:
             return pack(weight)
         except MinifloatError as error:
@@ -174,6 +172,11 @@ def _gate_first(matrix: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
 
 
 def grouped(kind: type[_Weights], weights: list[PackedWeight], name: str) -> _Weights:
+    """Return weights that are multiplied in one call; if BF16 holds some of them only, all get the others' dtype."""
+    dtypes = {weight.dtype: None for weight in weights if weight.spec is None}
+    if len(dtypes) > 1:
+        widest = next(dtype for dtype in dtypes if dtype != torch.bfloat16)
+        weights = [pack(weight.dequantize(widest)) if weight.spec is None else weight for weight in weights]
     try:
         return kind(weights)
     except MinifloatError as error:

@@ -251,7 +251,7 @@ def _load_native(
     per_block = KVCache.bytes_per_block(decoder.cache_shapes, element)
     state_bytes = decoder.state_floats * torch.float32.itemsize
     size = cache_size(options, blueprint.config, per_block, device, state_bytes)
-    name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
+    name = lm_head_name(decoder.lm_head.spec, decoder.lm_head.dtype, loaded=head is not None)
     runner = NativeRunner(decoder, size.blocks, element, options.impl, slots=size.slots, snapshots=size.copies)
     return runner, size, name
 

@@ -27,8 +27,12 @@ constexpr Format kFormats[] = {
     {"mxfp4", MINIFLOAT_E2M1, MINIFLOAT_GRID_E8M0, 1, 32},
     {"nvfp4", MINIFLOAT_E2M1, MINIFLOAT_GRID_E4M3, 1, 16},
     {"bf16", MINIFLOAT_WEIGHT_BF16, MINIFLOAT_GRID_ROW, 1, 0},
+    {"f16", MINIFLOAT_WEIGHT_F16, MINIFLOAT_GRID_ROW, 1, 0},
+    {"f32", MINIFLOAT_WEIGHT_F32, MINIFLOAT_GRID_ROW, 1, 0},
 };
-constexpr int kBits[] = {8, 4, 16};  // of a minifloat_element
+constexpr int kBits[] = {8, 4, 16, 16, 32};  // of a minifloat_element
+// The minifloat_dtype of elements that are not quantized, -1 of others.
+constexpr int32_t kDtypes[] = {-1, -1, MINIFLOAT_BF16, MINIFLOAT_F16, MINIFLOAT_F32};
 constexpr double kTolerance[] = {4e-3, 5e-4, 2e-6};  // relative L2, by minifloat_dtype of the result
 
 // The value of a code with a sign, `exponent_bits` and `mantissa_bits` by the definition of such formats.
@@ -84,7 +88,7 @@ struct Stored {
         args = minifloat_pack_args{};
         args.codes = codes.data();
         if (coded) args.scales = coded_scales.data();
-        if (!coded && f.element != MINIFLOAT_WEIGHT_BF16) args.scales = float_scales.data();
+        if (!coded && kDtypes[f.element] < 0) args.scales = float_scales.data();
         args.rows = n;
         args.cols = k;
         args.block_rows = f.block_rows;
@@ -99,7 +103,7 @@ struct Stored {
                 const size_t scale = static_cast<size_t>(row / f.block_rows * scale_cols + col / block_cols);
                 double value = f.element == MINIFLOAT_E4M3   ? decode(codes[at], 4, 3)
                                : f.element == MINIFLOAT_E2M1 ? decode(codes[at / 2] >> at % 2 * 4 & 0xf, 2, 1)
-                                                             : decode_element(MINIFLOAT_BF16, &codes[2 * at]);
+                                                             : decode_element(kDtypes[f.element], &codes[kBits[f.element] / 8 * at]);
                 if (f.grid == MINIFLOAT_GRID_E8M0) value *= std::ldexp(1.0, coded_scales[scale] - 127);
                 if (f.grid == MINIFLOAT_GRID_E4M3) value *= decode(coded_scales[scale], 4, 3);
                 if (!coded && args.scales != nullptr) value *= float_scales[scale];
@@ -121,8 +125,8 @@ void fill_randomly(Stored& w, Random& random) {
     const Format& f = w.format;
     for (uint8_t& code : w.codes) code = static_cast<uint8_t>(random.uniform(0, 255));
     for (uint8_t& code : w.codes) code = is_nan(f, code) ? 0 : code;
-    if (f.element == MINIFLOAT_WEIGHT_BF16)
-        for (size_t i = 0; i < w.codes.size(); i += 2) random.element(MINIFLOAT_BF16, &w.codes[i]);
+    if (const int32_t dtype = kDtypes[f.element]; dtype >= 0)
+        for (size_t i = 0; i < w.codes.size(); i += kBits[f.element] / 8) random.element(dtype, &w.codes[i]);
     const int low = f.grid == MINIFLOAT_GRID_E8M0 ? 115 : 0;
     for (uint8_t& scale : w.coded_scales) scale = static_cast<uint8_t>(random.uniform(low, 126));
     for (float& scale : w.float_scales) scale = static_cast<float>(random.uniform(1, 100)) / 64;
@@ -139,7 +143,8 @@ void fill_with_all_codes(Stored& w) {
         for (int64_t i = 0; i < row_codes; ++i) {
             unsigned code = static_cast<unsigned>(i + 7 * n) & 0xff;
             if (f.element == MINIFLOAT_E2M1) code = (code & 0xf) | ((code + 8) << 4 & 0xf0);  // all in 16 columns
-            if (f.element == MINIFLOAT_WEIGHT_BF16) code = i % 2 ? 0x3c | (code & 0x83) : code;  // 2^-7 .. 2^0
+            const int bytes = kBits[f.element] / 8;
+            if (bytes > 1) code = i % bytes == bytes - 1 ? 0x3c | (code & 0x83) : code;  // none is huge, Inf or NaN
             w.codes[static_cast<size_t>(n * row_codes + i)] = static_cast<uint8_t>(is_nan(f, code) ? 0 : code);
         }
         for (int64_t g = 0; g < groups; ++g)

@@ -10,6 +10,7 @@ import torch
 from decoder_cases import Session, Shape, prompt, random_decoder
 from kernel_cases import (
     DTYPES,
+    FLOATS,
     KINDS,
     Element,
     Grid,
@@ -43,7 +44,8 @@ COLS = (2, 31, 32, 63, 64, 65, 128, 160, 520)
 COSTS = {"fp8": 8.5e-3, "fp8-block": 9e-3, "mxfp8": 9e-3, "mxfp4": 7e-3, "nvfp4": 1.2e-2}
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-quantized = pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.element is not Element.BF16])
+_FLOAT_KINDS = [name for name, kind in KINDS.items() if kind.element in FLOATS]
+quantized = pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.element not in FLOATS])
 
 
 def groups(matrix: torch.Tensor, cols: int = GROUP) -> torch.Tensor:
@@ -103,7 +105,7 @@ def rounds(kernels: Kernels, kind: str) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
     stored = make(kind, 100, 228)
-    weight, packed = stored.values() if kind == "bf16" else rounded_weight(stored), kernels.pack(stored)
+    weight, packed = stored.values() if stored.kind.element in FLOATS else rounded_weight(stored), kernels.pack(stored)
     x = inputs(max(NUMBERS_OF_ROWS), 228)
     x[:, 7] *= 30
     for m in NUMBERS_OF_ROWS:
@@ -245,7 +247,7 @@ def test_one_row_and_packed_bf16_are_not_rounded(kernels: Kernels, kind: str) ->
     x = inputs(100, 200).bfloat16()
     assert not kernels.rounds_inputs(packed, x[:1])
     assert rounds(kernels, kind) == (
-        kernels.library.isa in int8.ISAS and kind not in ("bf16", "fp8-group-32", "fp8-block-48x96")
+        kernels.library.isa in int8.ISAS and kind not in (*_FLOAT_KINDS, "fp8-group-32", "fp8-block-48x96")
     )
     for rows in (x[:1], x):
         if not kernels.rounds_inputs(packed, rows):

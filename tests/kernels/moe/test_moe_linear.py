@@ -13,7 +13,8 @@ from minifloat.kernels.pack import PackedWeight, pack
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 
-FORMATS = ["bf16", "fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"]
+FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FORMATS = [*FLOATS, "fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"]
 IMPLS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.load() is None, reason="no library"))]
 ROWS, COLS = 70, 160
 #: Experts without tokens, with one and with many; first, last, and all of them without.
@@ -22,7 +23,7 @@ COUNTS = [(0, 1, 0, 9, 40, 2, 0), (3,), (0, 0), (70, 0, 1), (1,) * 20]
 
 def expert(fmt: str, seed: int, rows: int = ROWS, cols: int = COLS) -> PackedWeight:
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
-    return pack(weight.bfloat16() if fmt == "bf16" else quantize_tensor(weight, SCHEMES[fmt].weight))
+    return pack(weight.to(FLOATS[fmt]) if fmt in FLOATS else quantize_tensor(weight, SCHEMES[fmt].weight))
 
 
 def experts(fmt: str, count: int) -> PackedExperts:

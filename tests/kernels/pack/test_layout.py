@@ -116,7 +116,8 @@ def vectors_of(kernels: Kernels, stored: Stored) -> torch.Tensor:
     blob = kernels.pack(stored).blob
     panels, steps = -(-stored.shape[0] // 32), -(-stored.shape[1] // 64)
     scales = {Grid.E8M0: 64, Grid.E4M3: 128}.get(stored.kind.grid, 0)
-    step = scales + {Element.E4M3: 2048, Element.E2M1: 1024, Element.BF16: 4096}[stored.kind.element]
+    elements = {Element.E4M3: 2048, Element.E2M1: 1024, Element.F32: 8192}
+    step = scales + elements.get(stored.kind.element, 4096)
     return blob[len(blob) - panels * steps * step :].view(panels, steps, step)
 
 
@@ -158,12 +159,22 @@ def test_nvfp4_scales_lie_before_the_codes_of_their_step(kernels: Kernels) -> No
         assert steps[row // 32, col // 64, quarter * 32 + row % 32] == stored.scales[row, col // 16]
 
 
-def test_bf16_words_hold_pairs_of_columns(kernels: Kernels) -> None:
-    stored = make("bf16", 40, 100)
-    steps = vectors_of(kernels, stored).view(torch.bfloat16)
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_words_hold_pairs_of_columns_of_16_bits(kernels: Kernels, kind: str) -> None:
+    stored = make(kind, 40, 100)
+    steps = vectors_of(kernels, stored).view(stored.codes.dtype)
     for row, col in ((0, 0), (5, 3), (17, 30), (31, 63), (32, 64), (39, 99)):
         half, tile, k = col % 64 // 32, row % 32 // 16, col % 32
         index = ((half * 2 + tile) * 16 + k // 2) * 32 + row % 16 * 2 + k % 2
+        assert steps[row // 32, col // 64, index] == stored.codes[row, col]
+
+
+def test_f32_vectors_hold_a_column(kernels: Kernels) -> None:
+    stored = make("f32", 40, 100)
+    steps = vectors_of(kernels, stored).view(torch.float32)
+    for row, col in ((0, 0), (5, 3), (17, 30), (31, 63), (32, 64), (39, 99)):
+        half, tile, k = col % 64 // 32, row % 32 // 16, col % 32
+        index = ((half * 2 + tile) * 32 + k) * 16 + row % 16
         assert steps[row // 32, col // 64, index] == stored.codes[row, col]
 
 
@@ -177,10 +188,11 @@ def test_bf16_words_hold_pairs_of_columns(kernels: Kernels) -> None:
         ("fp8-channel", {"cols": 0}),
         ("fp8-channel", {"block_rows": 0}),
         ("fp8-channel", {"block_cols": 64}),
-        ("fp8-channel", {"element": 3}),
+        ("fp8-channel", {"element": 5}),
         ("fp8-channel", {"grid": 4}),
         ("fp8-channel", {"grid": -1}),
         ("fp8-channel", {"element": Element.BF16, "grid": Grid.BLOCK}),
+        ("fp8-channel", {"element": Element.F32, "grid": Grid.BLOCK}),
         ("fp8-block-128", {"block_cols": 40}),
         ("fp8-block-128", {"element": Element.E2M1}),
         ("mxfp4", {"cols": 99}),

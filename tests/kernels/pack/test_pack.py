@@ -11,8 +11,9 @@ import torch
 
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels import native
+from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.linear import linear
-from minifloat.kernels.pack import HUGE_PAGE, pack, reference, why_not
+from minifloat.kernels.pack import HUGE_PAGE, PackedWeight, pack, reference, why_not
 from minifloat.kernels.pack.layout import BLOCK, ROW, Header
 from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32, GROUP_128
@@ -48,6 +49,12 @@ def any_bytes(spec: WeightSpec, shape: tuple[int, int]) -> QuantizedTensor:
     return QuantizedTensor(spec, shape, codes, scale, plain.global_scale)
 
 
+def reference_of(packed: PackedWeight) -> torch.Tensor:
+    weight = torch.empty(packed.shape, dtype=packed.dtype)
+    reference.unpack(weight, None, packed.form, packed.data)
+    return weight
+
+
 def decoded(weight: QuantizedTensor) -> torch.Tensor:
     return weight.block_scale() if weight.spec.scale is E8M0 else weight.scale
 
@@ -66,13 +73,15 @@ def test_the_native_packer_writes_the_bytes_of_the_reference(spec: WeightSpec, i
 
 @native_only
 @pytest.mark.parametrize("isa", ISAS)
-def test_bf16_is_packed_as_by_the_reference_and_unpacked_again(isa: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_floats_are_packed_as_by_the_reference_and_unpacked_again(isa: str, dtype: torch.dtype) -> None:
     with native.using(isa):
         for shape in ((1, 1), (33, 101), (70, 256)):
-            weight = torch.randn(shape).to(torch.bfloat16)
+            weight = torch.randn(shape).to(dtype)
             packed = pack(weight, impl="cpu")
             assert torch.equal(packed.data, pack(weight, impl="reference").data)
             assert torch.equal(packed.unpack(), weight)
+            assert torch.equal(reference_of(packed), weight)
 
 
 @native_only
@@ -126,7 +135,7 @@ def test_packing_changes_neither_codes_nor_scales() -> None:
 @pytest.mark.parametrize(
     ("spec", "shape", "device", "dtype", "words"),
     [
-        (None, (4, 4), "cpu", torch.float16, "float16"),
+        (None, (4, 4), "cpu", torch.float64, "float64"),
         (None, (4, 4), "cuda", torch.bfloat16, "cuda"),
         (None, (4,), "cpu", torch.bfloat16, r"\[4\]"),
         (SPECS["fp8"], (0, 4), "cpu", torch.uint8, "empty"),

@@ -134,11 +134,17 @@ struct minifloat_gram_args {
 };
 
 // Format of the elements of a packed weight.
-enum minifloat_element { MINIFLOAT_E4M3 = 0, MINIFLOAT_E2M1 = 1, MINIFLOAT_WEIGHT_BF16 = 2 };
+enum minifloat_element {
+    MINIFLOAT_E4M3 = 0,
+    MINIFLOAT_E2M1 = 1,
+    MINIFLOAT_WEIGHT_BF16 = 2,
+    MINIFLOAT_WEIGHT_F16 = 3,
+    MINIFLOAT_WEIGHT_F32 = 4
+};
 
 // Scales of a packed weight: their format, and the elements that share a scale.
 enum minifloat_grid {
-    MINIFLOAT_GRID_ROW = 0,     // float per row, or none for BF16: per tensor, per channel
+    MINIFLOAT_GRID_ROW = 0,     // float per row, or none if not quantized: per tensor, per channel
     MINIFLOAT_GRID_BLOCK = 1,   // float per block of block_rows x block_cols
     MINIFLOAT_GRID_E8M0 = 2,    // E8M0 per row and 32 columns: MXFP8, MXFP4
     MINIFLOAT_GRID_E4M3 = 3,    // E4M3 per row and 16 columns, under a float for the tensor: NVFP4
@@ -146,8 +152,8 @@ enum minifloat_grid {
 
 // A weight [rows, cols] as checkpoints store it, and its packed form (linear/layout.h).
 struct minifloat_pack_args {
-    const uint8_t* codes;  // [rows, cols] uint8 for E4M3, [rows, cols / 2] for E2M1 (low nibble = even column), bf16
-    const void* scales;    // the grid, row-major: float for ROW and BLOCK, else uint8_t; null for BF16
+    const uint8_t* codes;  // [rows, cols] uint8 for E4M3, [rows, cols / 2] for E2M1 (low nibble = even column), floats
+    const void* scales;    // the grid, row-major: float for ROW and BLOCK, else uint8_t; null for floats
     int64_t rows, cols;
     int64_t block_rows, block_cols;  // of one scale; for ROW block_cols >= cols, for E8M0 1x32, for E4M3 1x16
     int32_t element;                 // minifloat_element

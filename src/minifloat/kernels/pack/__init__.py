@@ -20,7 +20,7 @@ from minifloat.kernels.pack import reference
 from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, VECTOR_BYTES, Form, Header, form_of, plan
 from minifloat.kernels.threads import count
 from minifloat.numerics.cast import decode
-from minifloat.numerics.formats import BFLOAT16, E2M1, E8M0, FLOAT32
+from minifloat.numerics.formats import BFLOAT16, E2M1, E8M0, FLOAT16, FLOAT32
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
@@ -28,6 +28,9 @@ from minifloat.numerics.tensor import QuantizedTensor
 # bandwidth. Each allocation maps new memory: used pages would stay small, and on the NUMA node of the thread that
 # touched them.
 HUGE_PAGE = 2 << 20
+
+#: Dtypes of weights that are not quantized.
+_PLAIN = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -66,8 +69,9 @@ class PackedWeight:
     """A weight ``[N, K]`` in the order in which the kernels read it."""
 
     data: Tensor  #: uint8 ``[bytes]``, on the CPU, contiguous, 64-byte aligned
-    spec: WeightSpec | None  #: how the weight is quantized; None for BF16
+    spec: WeightSpec | None  #: how the weight is quantized; None for floats
     shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16  #: of a weight that is not quantized
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +79,7 @@ class PackedWeight:
 
     @property
     def form(self) -> Form:
-        form = form_of(self.spec, self.shape)
+        form = form_of(self.spec, self.shape, _PLAIN[self.dtype])
         if isinstance(form, str):
             raise UnsupportedTensorError("weight", f"has no packed form: {form}")
         return form
@@ -108,14 +112,14 @@ class PackedWeight:
                 f"and {header.total} bytes in {data.numel()}",
             )
         if header != plan(self.form):
-            raise UnsupportedTensorError("data", f"the packed weight is not of {self.spec or BFLOAT16.name}")
+            raise UnsupportedTensorError("data", f"the packed weight is not of {self.spec or _PLAIN[self.dtype].name}")
 
     def unpack(self) -> QuantizedTensor | Tensor:
-        """Return the weight as checkpoints store it: a `QuantizedTensor`, or a bfloat16 tensor ``[N, K]``."""
+        """Return the weight as checkpoints store it: a `QuantizedTensor`, or a tensor ``[N, K]`` of `dtype`."""
         self.check()
         form, use_cpu = self.form, not native.why_unavailable()
         if self.spec is None:
-            weight = torch.empty(self.shape, dtype=torch.bfloat16)
+            weight = torch.empty(self.shape, dtype=self.dtype)
             _unpack(weight, None, form, self.data, use_cpu)
             return weight
         rows, cols = self.shape
@@ -143,7 +147,7 @@ class PackedWeight:
         return finite[0].clone() if finite.numel() else torch.ones((), dtype=torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"data": self.data, "spec": self.spec, "shape": self.shape}
+        return {"data": self.data, "spec": self.spec, "shape": self.shape, "dtype": self.dtype}
 
 
 class PackedWeights(Sequence[PackedWeight]):
@@ -220,8 +224,8 @@ def why_not(
         return f"it is on {device}; the kernels compute on the CPU"
     if len(shape) != 2:
         return f"it is no matrix [N, K] but {list(shape)}"
-    if spec is None and dtype != torch.bfloat16:
-        return f"it is {dtype}; there are kernels for quantized weights and torch.bfloat16"
+    if spec is None and dtype not in _PLAIN:
+        return f"it is {dtype}; there are kernels for quantized weights, {', '.join(map(str, _PLAIN))}"
     form = form_of(spec, (shape[0], shape[1]))
     return f"there is no kernel for {form}" if isinstance(form, str) else ""
 
@@ -232,7 +236,8 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
     if len(weight.shape) != 2:
         raise ShapeError("weight", f"expected a matrix [N, K], got shape {list(weight.shape)}")
     shape = (weight.shape[0], weight.shape[1])
-    form = form_of(spec, shape)
+    plain = codes.dtype if spec is None else torch.bfloat16
+    form = form_of(spec, shape, _PLAIN.get(plain, BFLOAT16))
     problem = why_not(spec, shape, codes.device, codes.dtype)
     if problem or isinstance(form, str):
         raise UnsupportedTensorError("weight", f"has no packed form: {problem}")
@@ -245,7 +250,7 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
         native.require().call("pack", _args(codes, scale, factor, form, data, threads))
     else:
         reference.pack(codes, scale, factor, form, data)
-    return PackedWeight(data, spec, shape)
+    return PackedWeight(data, spec, shape, plain)
 
 
 def _parts(weight: QuantizedTensor | Tensor) -> tuple[Tensor, Tensor | None, float, WeightSpec | None]:

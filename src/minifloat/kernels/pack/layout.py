@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT16, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import GROUP_16, GROUP_32
 from minifloat.numerics.scheme import WeightSpec
 
@@ -18,7 +18,7 @@ STEPS_ALIGNMENT = 4096
 MAX_DISTANCE = 125  #: powers of two below the largest scale of a row at which a block is stored as zeros
 
 ROW, BLOCK, CODED_E8M0, CODED_E4M3 = range(4)  #: ``enum minifloat_grid``
-_ELEMENTS: dict[ElementFormat, int] = {E4M3: 0, E2M1: 1, BFLOAT16: 2}  # enum minifloat_element
+_ELEMENTS = {E4M3: 0, E2M1: 1, BFLOAT16: 2, FLOAT16: 3, FLOAT32: 4}  # enum minifloat_element
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ class Form:
         return _ELEMENTS[self.format]
 
 
-def form_of(spec: WeightSpec | None, shape: tuple[int, int]) -> Form | str:
+def form_of(spec: WeightSpec | None, shape: tuple[int, int], plain: ElementFormat = BFLOAT16) -> Form | str:
+    """Return the form of a weight, or what has none; without a `spec` its elements are those of `plain`."""
     rows, cols = shape
     if rows < 1 or cols < 1:
         return f"an empty weight {rows}x{cols}"
     if spec is None:
-        return Form(BFLOAT16, ROW, shape, (1, cols))
+        return Form(plain, ROW, shape, (1, cols))
     if spec.element not in (E4M3, E2M1):
         return f"{spec.element.name} elements; there are kernels for E4M3 and E2M1"
     if spec.element is E2M1 and cols % 2:

@@ -21,7 +21,7 @@ from minifloat.kernels.pack.layout import (
     plan,
 )
 from minifloat.numerics.cast import decode, pack_nibbles, unpack_nibbles
-from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT16, FLOAT32
 
 _MAGNITUDE = E4M3.nan_code or 0  #: all bits of a code but its sign
 
@@ -60,7 +60,7 @@ def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> 
     nan = row_scales.isnan()
     if form.format is E4M3:
         elements[nan] = _MAGNITUDE
-    codes.copy_(pack_nibbles(elements) if form.format is E2M1 else elements)
+    codes.copy_(pack_nibbles(elements) if form.format is E2M1 else elements.view(codes.dtype))
     if scales is None:
         return
     if form.grid == ROW:
@@ -140,18 +140,21 @@ def _unpacked_block_scales(data: Tensor, form: Form, header: Header) -> Tensor:
 
 
 #: How the rows and columns of half a tile, ``[16, 32]``, are split into axes, and the order of these axes in memory.
-#: Then two 4-bit elements share a byte, and a BF16 element has two bytes.
+#: Then two 4-bit elements share a byte.
 _SPLITS = {
     E4M3: ((4, 4), (8, 2, 2), (2, 0, 3, 1, 4)),
     E2M1: ((16,), (4, 4, 2), (1, 0, 3, 2)),
     BFLOAT16: ((16,), (16, 2), (1, 0, 2)),
+    FLOAT16: ((16,), (16, 2), (1, 0, 2)),
+    FLOAT32: ((16,), (32,), (1, 0)),
 }
+#: Elements that are not quantized, as integers that are padded with zeros.
+_BITS = {BFLOAT16: torch.int16, FLOAT16: torch.int16, FLOAT32: torch.int32}
 
 
 def _steps(elements: Tensor, inline: Tensor | None, form: Form) -> Tensor:
     """Return the steps of a packed weight, uint8 ``[panels, steps, bytes of a step]``."""
-    wide = elements.view(torch.int16) if form.format is BFLOAT16 else elements
-    tiles = _padded(wide, PANEL_ROWS, STEP_COLS)
+    tiles = _padded(elements.view(_BITS.get(form.format, torch.uint8)), PANEL_ROWS, STEP_COLS)
     tiles = tiles.view(-1, 2, TILE_ROWS, tiles.shape[1] // STEP_COLS, 2, HALF_COLS).permute(0, 3, 4, 1, 2, 5)
     rows, cols, order = _SPLITS[form.format]
     split = tiles.reshape(*tiles.shape[:4], *rows, *cols)
@@ -173,7 +176,7 @@ def _from_steps(data: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
     body = by_step[:, :, head:]
     if form.format is E2M1:
         body = unpack_nibbles(body)
-    body = body.contiguous().view(torch.bfloat16 if form.format is BFLOAT16 else torch.uint8)
+    body = body.contiguous().view(_BITS.get(form.format, torch.uint8))
     rows, cols, order = _SPLITS[form.format]
     lengths = (*rows, *cols)
     split = body.view(panels, steps, 2, 2, *(lengths[axis] for axis in order))

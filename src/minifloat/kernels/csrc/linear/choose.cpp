@@ -10,7 +10,7 @@ const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] 
                              [[maybe_unused]] int32_t x_dtype) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
     const int64_t min_rows = w.grid == MINIFLOAT_GRID_E8M0 ? 8 : 16;  // with fewer the weights' bytes are the limit
-    if (m < min_rows || w.element == MINIFLOAT_WEIGHT_BF16) return nullptr;
+    if (m < min_rows || !is_quantized(w.element)) return nullptr;
     // A group of columns that share a scale of x has one scale of W.
     if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
     return &kInt8Path;
@@ -39,7 +39,7 @@ const Path& choose_invariant_bf16_path(const Weight& w, int64_t m) {
 const Path& choose_invariant_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                                   [[maybe_unused]] int32_t x_dtype) {
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-    if (x_dtype == MINIFLOAT_BF16) return choose_invariant_bf16_path(w, m);
+    if (x_dtype == MINIFLOAT_BF16 && !is_wide(w.element)) return choose_invariant_bf16_path(w, m);
 #endif
 #if defined(__AVX512F__)
     return kGemvPath;
@@ -50,11 +50,23 @@ const Path& choose_invariant_path([[maybe_unused]] const Weight& w, [[maybe_unus
 #endif
 }
 
+// Paths for elements that bf16 does not hold.
+const Path& choose_wide_path([[maybe_unused]] int64_t m) {
+#if defined(__AVX512F__)
+    return m <= 8 ? kGemvPath : kFloatPath;
+#elif defined(__AVX2__) || defined(__aarch64__)
+    return m <= 4 ? kFewRowsPath : kFloatPath;
+#else
+    return kFloatPath;
+#endif
+}
+
 }  // namespace
 
 const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                         [[maybe_unused]] int32_t x_dtype, const Allowed& allowed) {
     if (allowed.batch_invariant) return choose_invariant_path(w, m, x_dtype);
+    if (is_wide(w.element)) return choose_wide_path(m);
     if (const Path* path = allowed.int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
 #if defined(__AVX512F__)
     [[maybe_unused]] const bool is_bf16 = x_dtype == MINIFLOAT_BF16;

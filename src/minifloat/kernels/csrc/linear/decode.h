@@ -176,6 +176,28 @@ struct Bf16Part {
     }
 };
 
+struct F16Part {
+    static constexpr int kCols = 2;
+    static constexpr float kFactor = 1.0f;
+    static F32 values(U32 low_halves) {
+        const U16 halves = __builtin_convertvector(low_halves, U16);
+        uint8_t bytes[sizeof halves];
+        store_as(bytes, halves);
+        return F16Row::load(bytes);
+    }
+    static void unpack(const uint8_t* p, F32 (&cols)[kCols]) {
+        const U32 words = load_as<U32>(p);
+        cols[0] = values(words & 0xffffu);
+        cols[1] = values(words >> 16);
+    }
+};
+
+struct F32Part {
+    static constexpr int kCols = 1;
+    static constexpr float kFactor = 1.0f;
+    static void unpack(const uint8_t* p, F32 (&cols)[kCols]) { cols[0] = load_as<F32>(p); }
+};
+
 // The inline or block scales of panel `p`, rows n .. n + kWidth - 1, for the columns that share a scale with column
 // `col` of step `s`.
 inline F32 scales_of(const Weight& w, int64_t p, int64_t s, int col, int n) {
@@ -218,6 +240,8 @@ inline void decode_step(const Weight& w, int64_t p, int64_t s, float* out) {
     if (w.element == MINIFLOAT_E4M3) decode_step_as<E4M3Part>(w, p, s, out);
     if (w.element == MINIFLOAT_E2M1) decode_step_as<E2M1Part>(w, p, s, out);
     if (w.element == MINIFLOAT_WEIGHT_BF16) decode_step_as<Bf16Part>(w, p, s, out);
+    if (w.element == MINIFLOAT_WEIGHT_F16) decode_step_as<F16Part>(w, p, s, out);
+    if (w.element == MINIFLOAT_WEIGHT_F32) decode_step_as<F32Part>(w, p, s, out);
 }
 
 }  // namespace MINIFLOAT_ISA

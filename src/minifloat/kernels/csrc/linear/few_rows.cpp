@@ -199,6 +199,10 @@ bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const O
     for (int64_t p = first; p < last; ++p) {
         if (w.element == MINIFLOAT_WEIGHT_BF16) {
             multiply_all<Always<Bf16Part>, kInvariant>(w, x, in.m, y, p);
+        } else if (w.element == MINIFLOAT_WEIGHT_F16) {
+            multiply_all<Always<F16Part>, kInvariant>(w, x, in.m, y, p);
+        } else if (w.element == MINIFLOAT_WEIGHT_F32) {
+            multiply_all<Always<F32Part>, kInvariant>(w, x, in.m, y, p);
         } else if (w.element == MINIFLOAT_E2M1 && w.grid == MINIFLOAT_GRID_E4M3) {
             multiply_all<Always<E2M1Part>, kInvariant, kE4M3Cols>(w, x, in.m, y, p);
         } else if (w.element == MINIFLOAT_E2M1) {

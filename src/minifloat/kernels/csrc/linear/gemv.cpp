@@ -20,6 +20,22 @@ struct Bf16Decoder {
     }
 };
 
+struct F16Decoder {
+    static constexpr int kCols = 2;
+    static constexpr bool kTogether = false;
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
+        const __m512i v = _mm512_load_si512(p);
+        out[0] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v));
+        out[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)));
+    }
+};
+
+struct F32Decoder {
+    static constexpr int kCols = 1;
+    static constexpr bool kTogether = false;
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const { out[0] = _mm512_load_ps(p); }
+};
+
 #if defined(__AVX512VBMI__)
 
 constexpr ByteTables kE4m3Tables = byte_tables(e4m3_to_bf16);
@@ -146,7 +162,7 @@ inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, c
             for (int k = 0; k < kCols; ++k) {
                 const __m512 xs = _mm512_set1_ps(x[r * x_stride + i * kCols + k]);
                 for (int t = 0; t < 2; ++t) {
-                    __m512& sum = sums.v[r][t][k % Sums<kRows>::kChains];
+                    __m512& sum = sums.v[r][t][(i * kCols + k) % Sums<kRows>::kChains];
                     sum = _mm512_fmadd_ps(w[t][k], xs, sum);
                 }
             }
@@ -212,6 +228,8 @@ __attribute__((noinline)) void multiply_inline(const Weight& w, int64_t p, const
 template <int kRows>
 void multiply_panel(const Weight& w, int64_t p, const float* x, int64_t x_stride, __m512 (&out)[kRows][2]) {
     if (w.element == MINIFLOAT_WEIGHT_BF16) return multiply_blocks<kRows, Bf16Decoder>(w, p, x, x_stride, out);
+    if (w.element == MINIFLOAT_WEIGHT_F16) return multiply_blocks<kRows, F16Decoder>(w, p, x, x_stride, out);
+    if (w.element == MINIFLOAT_WEIGHT_F32) return multiply_blocks<kRows, F32Decoder>(w, p, x, x_stride, out);
     if (w.element == MINIFLOAT_E2M1) {
         if (w.grid == MINIFLOAT_GRID_E4M3) return multiply_inline<kRows, 2, E2m1Decoder>(w, p, x, x_stride, out);
         return multiply_inline<kRows, 4, E2m1Decoder>(w, p, x, x_stride, out);

@@ -8,6 +8,8 @@
 //   E4M3 step   [inline scales] 2 halves of 32 columns, 2 tiles of 16 rows, 8 vectors of 4 columns: 2048 bytes
 //   E2M1 step   [inline scales] 2 halves of 32 columns, 2 tiles of 16 rows, 4 vectors of 8 columns: 1024 bytes
 //   BF16 step                   2 halves of 32 columns, 2 tiles of 16 rows, 16 vectors of 2 columns: 4096 bytes
+//   F16 step                    the same
+//   F32 step                    2 halves of 32 columns, 2 tiles of 16 rows, 32 vectors of 1 column: 8192 bytes
 //
 // A vector is 64 bytes and holds 16 rows:
 //   E4M3   four 16-byte lanes of 4 rows each: (k0 k1) of the rows, then (k2 k3) of the rows, so that unpacking bytes to
@@ -15,6 +17,8 @@
 //   E2M1   a 32-bit word per row, nibbles from low to high: k0 k2 k4 k6 k1 k3 k5 k7; shifted right by 4 i, the low
 //          nibbles of its 16-bit halves are the pair k = 2i, 2i + 1
 //   BF16   a 32-bit word per row: the pair k = 2i, 2i + 1; this is a row of a VNNI tile already
+//   F16    the same
+//   F32    a word per row
 //
 // Inline scales come first in a step: E8M0 64 bytes, [half][row]; E4M3 128 bytes, [quarter of 16 columns][row].
 //   E8M0   stored as the distance in powers of two below the largest scale of the row (among blocks that are not all
@@ -83,8 +87,13 @@ struct Weight {
     }
 };
 
+inline bool is_quantized(int32_t element) { return element < MINIFLOAT_WEIGHT_BF16; }
+// Whether elements have more mantissa bits than bf16, so that only float32 multiply-adds are exact.
+inline bool is_wide(int32_t element) { return element > MINIFLOAT_WEIGHT_BF16; }
+
 inline int32_t element_bits(int32_t element) {
-    return element == MINIFLOAT_WEIGHT_BF16 ? 16 : element == MINIFLOAT_E4M3 ? 8 : 4;
+    if (is_quantized(element)) return element == MINIFLOAT_E4M3 ? 8 : 4;
+    return element == MINIFLOAT_WEIGHT_F32 ? 32 : 16;
 }
 
 inline int32_t inline_scale_bytes(int32_t grid) {

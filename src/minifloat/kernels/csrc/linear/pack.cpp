@@ -24,7 +24,9 @@ int encode_e8m0(float scale) { return bit_cast<int32_t>(scale) >> kMantissaBits;
 // A tile has 16 rows of 32 columns, which are this number of 32-bit words per row: [row][word] in checkpoints,
 // [word][row] when packed.
 template <int32_t kElement>
-constexpr int kTileWords = kElement == MINIFLOAT_WEIGHT_BF16 ? 16 : kElement == MINIFLOAT_E4M3 ? 8 : 4;
+constexpr int kTileWords = kElement == MINIFLOAT_WEIGHT_F32 ? 32 : kElement >= MINIFLOAT_WEIGHT_BF16 ? 16
+                                                               : kElement == MINIFLOAT_E4M3     ? 8
+                                                                                                : 4;
 
 constexpr uint32_t kEvenNibbles = 0x0f0f0f0f, kEvenBytes = 0x00ff00ff, kLowHalf = 0x0000ffff;
 
@@ -293,12 +295,11 @@ Header plan_layout(const minifloat_pack_args& a) {
     constexpr int64_t kMostRowsOrCols = int64_t{1} << 30;
     Header h = {};
     const bool whole_row = a.block_cols >= a.cols;
-    const bool bf16 = a.element == MINIFLOAT_WEIGHT_BF16;
     if (a.rows < 1 || a.cols < 1 || a.block_rows < 1 || a.block_cols < 1) return h;
     if (a.rows > kMostRowsOrCols || a.cols > kMostRowsOrCols) return h;
-    if (a.element < MINIFLOAT_E4M3 || a.element > MINIFLOAT_WEIGHT_BF16) return h;
+    if (a.element < MINIFLOAT_E4M3 || a.element > MINIFLOAT_WEIGHT_F32) return h;
     if (a.element == MINIFLOAT_E2M1 && a.cols % 2 != 0) return h;
-    if (bf16 && a.grid != MINIFLOAT_GRID_ROW) return h;
+    if (!is_quantized(a.element) && a.grid != MINIFLOAT_GRID_ROW) return h;
     if (a.grid == MINIFLOAT_GRID_ROW && !whole_row) return h;
     if (a.grid == MINIFLOAT_GRID_BLOCK && !whole_row && a.block_cols % kHalfCols != 0) return h;
     if (a.grid == MINIFLOAT_GRID_E8M0 && (a.block_rows != 1 || a.block_cols != kE8M0Cols)) return h;
@@ -340,7 +341,8 @@ int32_t pack(const minifloat_pack_args& args) {
     for_panels(w.panels, args.threads, [&](int64_t p) {
         if (w.element == MINIFLOAT_E4M3) pack_panel<MINIFLOAT_E4M3>(source, h, w, p);
         if (w.element == MINIFLOAT_E2M1) pack_panel<MINIFLOAT_E2M1>(source, h, w, p);
-        if (w.element == MINIFLOAT_WEIGHT_BF16) pack_panel<MINIFLOAT_WEIGHT_BF16>(source, h, w, p);
+        if (element_bits(w.element) == 16) pack_panel<MINIFLOAT_WEIGHT_BF16>(source, h, w, p);
+        if (w.element == MINIFLOAT_WEIGHT_F32) pack_panel<MINIFLOAT_WEIGHT_F32>(source, h, w, p);
     });
     return MINIFLOAT_OK;
 }
@@ -355,7 +357,8 @@ int32_t unpack(const minifloat_pack_args& args) {
     for_panels(w.panels, args.threads, [&](int64_t p) {
         if (w.element == MINIFLOAT_E4M3) unpack_panel<MINIFLOAT_E4M3>(source, w, p);
         if (w.element == MINIFLOAT_E2M1) unpack_panel<MINIFLOAT_E2M1>(source, w, p);
-        if (w.element == MINIFLOAT_WEIGHT_BF16) unpack_panel<MINIFLOAT_WEIGHT_BF16>(source, w, p);
+        if (element_bits(w.element) == 16) unpack_panel<MINIFLOAT_WEIGHT_BF16>(source, w, p);
+        if (w.element == MINIFLOAT_WEIGHT_F32) unpack_panel<MINIFLOAT_WEIGHT_F32>(source, w, p);
     });
     if (args.scales != nullptr && w.grid == MINIFLOAT_GRID_ROW) unpack_row_scales(source, w);
     return MINIFLOAT_OK;
