@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 import minifloat.transformers
 from minifloat.commands.main import main
 from minifloat.engine import Engine, EngineOptions, SamplingParams
+from minifloat.engine.native_decoder import grouped
 from minifloat.evaluate.compare.options import CompareOptions
 from minifloat.evaluate.compare.run import compare_models
+from minifloat.kernels.pack import FusedWeights, pack
 from minifloat.model.runtime.load import LoadOptions, load
 
 minifloat.transformers.unregister()  # the import registers; tests of other modules need transformers as it is
@@ -131,6 +133,25 @@ def test_the_native_engine_answers_with_the_logits_of_load(
     torch.testing.assert_close(scores.float(), expected, rtol=0, atol=within * float(expected.abs().max()))
     answer = engine.generate([IDS[0].tolist()], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))[0]
     assert answer.tokens[0] == int(scores[-1].argmax())
+
+
+@pytest.mark.parametrize("twin", ["F16", "F32"])
+def test_a_source_writes_its_own_text_on_the_native_engine(source_of: Callable[[str], Path], twin: str) -> None:
+    engine = Engine(source_of(twin), EngineOptions())
+    assert engine.info.runner == "native", engine.info.reason_not_native
+    scores = torch.cat(list(engine.logits(IDS[0].tolist())))
+    with torch.inference_mode():
+        expected = load(source_of(twin))(IDS).logits[0].float()
+    torch.testing.assert_close(scores, expected, rtol=0, atol=(4e-3 if twin == "F16" else 1e-5) * float(expected.max()))
+
+
+def test_weights_of_one_call_get_one_dtype() -> None:
+    """BF16 holds the first, not the second."""
+    weights = [torch.ones(32, 64), torch.full((32, 64), 1 / 3)]
+    packed = [pack(weight.bfloat16() if index == 0 else weight) for index, weight in enumerate(weights)]
+    both = grouped(FusedWeights, packed, "q")
+    assert [weight.dtype for weight in both] == [torch.float32, torch.float32]
+    assert all(torch.equal(weight.dequantize(), exact) for weight, exact in zip(both, weights, strict=True))
 
 
 @twins

@@ -55,7 +55,7 @@ SMALLEST_AMAX = 2.0**-100
 
 
 def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` with `x` and a quantized weight rounded to int8; a BF16 weight: neither."""
+    """Compute ``x @ weight.T + bias`` with `x` and a quantized weight rounded to int8; floats: neither."""
     if isinstance(weight, Tensor):
         inputs, values = x.float(), weight.float()
     else:
