@@ -48,7 +48,7 @@ from minifloat.kernels.decoder_layout import (
     RouterLayout,
 )
 from minifloat.kernels.moe import PackedExperts
-from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
+from minifloat.kernels.pack import Arena, FusedWeights, PackedWeight, pack
 from minifloat.model.runtime.linear import Packing, QuantizedWeight
 from minifloat.model.runtime.lm_head import quantize_lm_head
 from minifloat.model.runtime.tensors import KVScales
@@ -65,8 +65,12 @@ class NativeWeights:
 
     def __init__(self, blueprint: Blueprint, weights: WeightSource, packing: Packing) -> None:
         self.blueprint, self.weights, self._packing = blueprint, weights, packing
+        self._arena = Arena()
         self._keys_in_bf16: list[str] = []
         self._bytes_in_bf16, self._rounds_keys = 0, False
+
+    def start_layer(self) -> None:
+        self._arena = self._arena.next_layer()
 
     def table(self, name: str) -> Tensor:
         return self.weights.tensor(name).contiguous()
@@ -148,7 +152,7 @@ class NativeWeights:
         if isinstance(weight, Tensor):
             return self._pack(weight, name)
         module = QuantizedWeight(weight, self.blueprint.dtype)
-        self._packing.pack(module, name)
+        self._packing.pack(module, name, arena=self._arena)
         held = module.held
         return held if isinstance(held, PackedWeight) else self._pack(weight, name)
 
@@ -156,7 +160,7 @@ class NativeWeights:
         if isinstance(weight, Tensor) and torch.equal(weight.bfloat16().to(weight.dtype), weight):
             weight = weight.bfloat16()
         try:
-            return pack(weight)
+            return pack(weight, arena=self._arena)
         except MinifloatError as error:
             raise NotNative(f"{name}: {error}") from error
 
@@ -252,6 +256,7 @@ class LayerBuilder:
         return self._part(LayerInputs, layout, table=self._packed.table(layout.table), table_factor=factor)
 
     def layer(self, layout: LayerLayout, kv_scales: tuple[float, float]) -> Layer:
+        self._packed.start_layer()
         before = {name: self._read(getattr(layout, name)) for name in ("input_norm", "attention_norm")}
         if isinstance(layout.attention, DeltaLayout):
             before["attention"] = self._delta(layout.attention)

@@ -17,7 +17,17 @@ from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native
 from minifloat.kernels.native import STRUCTS
 from minifloat.kernels.pack import reference
-from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, VECTOR_BYTES, Form, Header, form_of, plan
+from minifloat.kernels.pack.layout import (
+    BLOCK,
+    CODED_E4M3,
+    ROW,
+    STEPS_ALIGNMENT,
+    VECTOR_BYTES,
+    Form,
+    Header,
+    form_of,
+    plan,
+)
 from minifloat.kernels.threads import count
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import BFLOAT16, E2M1, E8M0, FLOAT16, FLOAT32
@@ -25,9 +35,24 @@ from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
 # A product reads every byte of a weight once, so page table walks per 4 KB would cost more than a tenth of the
-# bandwidth. Each allocation maps new memory: used pages would stay small, and on the NUMA node of the thread that
-# touched them.
+# bandwidth. Each mapping is new memory: used pages would stay small, and on the NUMA node of the thread that touched
+# them.
 HUGE_PAGE = 2 << 20
+#: Bytes of the first mapping of an arena; pages of it that no weight reaches take no memory.
+_FIRST_MAPPING = 16 * HUGE_PAGE
+_LARGEST_MAPPING = 512 * HUGE_PAGE
+
+
+def _mapping(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Return new memory, and the offset of `nbytes` in it that begin with a huge page."""
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return region, -torch.frombuffer(region, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+
+
+def _ask_for_huge_pages(region: mmap.mmap, begin: int, nbytes: int) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
+
 
 #: Dtypes of weights that are not quantized.
 _PLAIN = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
@@ -37,12 +62,38 @@ def allocate(nbytes: int) -> Tensor:
     """Allocate uint8 ``[nbytes]``, undefined, 64-byte aligned; 2 MB or more are in 2 MB pages."""
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
-    region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    storage = torch.frombuffer(region, dtype=torch.uint8)
-    offset = -storage.data_ptr() % HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE, offset, nbytes // HUGE_PAGE * HUGE_PAGE)
-    return storage[offset : offset + nbytes]
+    region, offset = _mapping(nbytes)
+    _ask_for_huge_pages(region, offset, nbytes // HUGE_PAGE * HUGE_PAGE)
+    return torch.frombuffer(region, dtype=torch.uint8, offset=offset, count=nbytes)
+
+
+class Arena:
+    """Memory for the weights of a layer in a few mappings, each of which is unmapped with the last weight in it.
+
+    Linux allows a process 65,530 mappings, and one with huge pages in a part of it counts as several: a mixture has
+    more experts.
+    """
+
+    def __init__(self) -> None:
+        self._region: mmap.mmap | None = None
+        self._free = self._end = 0  # offsets in the region
+        self._taken = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate uint8 ``[nbytes]``, undefined, in 2 MB pages; it begins with a page of 4 KB."""
+        if self._region is None or self._free + nbytes > self._end:
+            size = max(nbytes, _FIRST_MAPPING, min(self._taken, _LARGEST_MAPPING))
+            self._region, self._free = _mapping(size)
+            _ask_for_huge_pages(self._region, 0, len(self._region))  # in all of it: a part would count as another one
+            self._end = self._free + size
+        data = torch.frombuffer(self._region, dtype=torch.uint8, offset=self._free, count=nbytes)
+        self._free += -(-nbytes // STEPS_ALIGNMENT) * STEPS_ALIGNMENT
+        self._taken += nbytes
+        return data
+
+    def next_layer(self) -> Arena:
+        """Return the arena of the next layer: this one while its layers are small, so that they share huge pages."""
+        return self if self._taken < _FIRST_MAPPING else Arena()
 
 
 def is_aligned(data: Tensor) -> bool:
@@ -230,7 +281,10 @@ def why_not(
     return f"there is no kernel for {form}" if isinstance(form, str) else ""
 
 
-def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int | None = None) -> PackedWeight:
+def pack(
+    weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int | None = None, arena: Arena | None = None
+) -> PackedWeight:
+    """Pack a weight into memory of its own, or of an arena."""
     runs_native = native.runs("pack", impl)
     codes, scale, factor, spec = _parts(weight)
     if len(weight.shape) != 2:
@@ -245,7 +299,7 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
         scale = decode(scale, E8M0)
     if scale is not None and scale.dtype == torch.float32 and not bool(scale.isfinite().all()):
         raise NonFiniteError("scale", "NaN or Inf among the scales of the weight; the checkpoint is damaged")
-    data = allocate(plan(form).total)
+    data = (allocate if arena is None else arena.allocate)(plan(form).total)
     if runs_native:
         native.require().call("pack", _args(codes, scale, factor, form, data, threads))
     else:

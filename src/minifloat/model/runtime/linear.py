@@ -15,7 +15,7 @@ from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.linear import int8, linear, scaled_mm
 from minifloat.kernels.linear import triton as gpu
 from minifloat.kernels.linear.triton import GpuWeight
-from minifloat.kernels.pack import PackedWeight, pack, why_not
+from minifloat.kernels.pack import Arena, PackedWeight, pack, why_not
 from minifloat.model.runtime.tensors import listing
 from minifloat.numerics.activation import can_quantize, describe_activation
 from minifloat.numerics.formats import E2M1, E4M3
@@ -119,15 +119,15 @@ class QuantizedWeight(nn.Module):
         rows, cols = self.shape
         return round(self.spec.bits_per_weight(self.shape) * rows * cols / 8)
 
-    def pack(self) -> str:
-        """Replace the stored form by the packed form."""
+    def pack(self, arena: Arena | None = None) -> str:
+        """Replace the stored form by the packed form, and return why that is not possible, or an empty text."""
         if self.is_packed:
             return ""
         if self.codes.device.type == "cuda":
             return self._pack_on_gpu()
         reason = native.why_unavailable() or why_not(self.spec, self.shape, self.codes.device)
         if not reason:
-            self._hold(pack(self.quantized))
+            self._hold(pack(self.quantized, arena=arena))
         return reason
 
     def _pack_on_gpu(self) -> str:
@@ -244,11 +244,13 @@ class Packing:
         self._not_rounded: dict[str, list[str]] = {}
         self._unpacked: dict[str, list[str]] = {}
 
-    def pack(self, weight: QuantizedWeight, module: str, *, multiplied: bool = True) -> None:
+    def pack(
+        self, weight: QuantizedWeight, module: str, *, multiplied: bool = True, arena: Arena | None = None
+    ) -> None:
         """Pack a weight, unless `impl` is the reference, or note the reason why it cannot be packed."""
         reason = ""
         if self._packs:
-            reason = weight.pack() if multiplied else NOT_MULTIPLIED
+            reason = weight.pack(arena) if multiplied else NOT_MULTIPLIED
         if self._int8_inputs:
             self._allow_int8(weight, module, reason)
         if not self._packs:

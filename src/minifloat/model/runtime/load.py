@@ -22,6 +22,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear import scaled_mm
+from minifloat.kernels.pack import Arena
 from minifloat.model.layouts import Description, StoredWeight, describe
 from minifloat.model.runtime.config import read_generation_config
 from minifloat.model.runtime.experts import QuantizedExperts, indexes_experts, multiplies_experts
@@ -139,6 +140,7 @@ class Loader:
         if int8 and options.prefill is not None:
             raise UsageError(f"activations int8 and prefill {options.prefill} exclude each other")
         self.packing = Packing(options.impl, self.device, int8_inputs=int8)
+        self._arena = Arena()  # of experts
         self.checkpoint = checkpoint
         self.tensors = StoredTensors(checkpoint, description)
         self.model = empty_model(checkpoint, options.dtype or self.tensors.dtype())
@@ -230,6 +232,7 @@ class Loader:
             experts = [[self.tensors.quantized[source][0] for source in expert] for expert in parts]
             transposed = assignment.transposed
         multiplied = multiplies_experts(type(owner), name)
+        self._arena = self._arena.next_layer()
         make = functools.partial(self._expert, self.dtype_of(assignment.target), multiplied)
         stack = QuantizedExperts([[make(part) for part in expert] for expert in experts], transposed, multiplied)
         check_shape(assignment.target, self.expected[assignment.target].shape, stack.shape)
@@ -246,7 +249,7 @@ class Loader:
         activation, scale = self.inputs.of(stored) if multiplied else (None, None)
         expert = QuantizedWeight(weight, dtype, activation, scale).to(self.device)
         del weight
-        self.packing.pack(expert, stored.module, multiplied=multiplied)
+        self.packing.pack(expert, stored.module, multiplied=multiplied, arena=self._arena)
         return expert
 
     def _place_tensors(self, assignment: Assignment) -> None:
