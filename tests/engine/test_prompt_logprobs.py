@@ -255,3 +255,15 @@ def test_logits_of_a_text_are_those_of_transformers_whatever_ran_before(
     engine.add(Request("0", prompts[0], PLAIN))
     with pytest.raises(UsageError, match="unfinished requests"):
         engine.logits(prompts[0])
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_logits_of_texts_are_those_of_each_text_and_short_texts_share_a_step(
+    runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
+) -> None:
+    engine = engine_of(folder, runner, max_num_batched_tokens=64, max_model_len=60, max_num_seqs=3)
+    steps = list(engine.logits_of_each(prompts))
+    assert sum(map(len, steps)) == sum(map(len, prompts))
+    assert len(steps) < len(prompts)
+    torch.testing.assert_close(torch.cat(steps).log_softmax(-1), torch.cat(expected), atol=TOLERANCE, rtol=0)
+    assert engine.kv_usage == 0

@@ -43,6 +43,7 @@ from minifloat.engine.speculation import Speculator
 from minifloat.engine.steps import Step, launch, launch_next
 from minifloat.engine.text import TextStream, TokenDecoder, TokenTexts
 from minifloat.errors import ContextLengthError, UsageError
+from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.model.runtime.tensors import current, device_named, returned_when_freed
 from minifloat.model.runtime.tokenizer import end_tokens, serving_tokenizer
 
@@ -541,29 +542,63 @@ class Engine:
         Raises:
             UsageError: If requests are unfinished, or the text is empty, too long or has tokens that the model lacks.
         """
+        return self.logits_of_each([tokens])
+
+    def logits_of_each(self, texts: Sequences[Sequences[int]]) -> Iterator[Tensor]:
+        """Yield the logits of `logits` for several texts, one after the other; a step computes several short ones.
+
+        Raises:
+            UsageError: As `logits`.
+        """
         if self.has_work:
             raise UsageError("logits: the engine has unfinished requests")
-        if not 0 < len(tokens) <= self.info.max_model_len:
-            raise UsageError(f"logits: expected 1 .. {self.info.max_model_len} tokens, got {len(tokens)}")
-        if not (min(tokens) >= 0 and max(tokens) < self.info.vocab_size):
-            raise UsageError(f"logits: expected token ids of 0 .. {self.info.vocab_size - 1}")
-        return self._logits(tuple(tokens))
+        for tokens in texts:
+            if not 0 < len(tokens) <= self.info.max_model_len:
+                raise UsageError(f"logits: expected 1 .. {self.info.max_model_len} tokens, got {len(tokens)}")
+            if not (min(tokens) >= 0 and max(tokens) < self.info.vocab_size):
+                raise UsageError(f"logits: expected token ids of 0 .. {self.info.vocab_size - 1}")
+        return self._logits([tuple(tokens) for tokens in texts])
 
-    def _logits(self, tokens: tuple[int, ...]) -> Iterator[Tensor]:
+    def _logits(self, texts: Sequences[tuple[int, ...]]) -> Iterator[Tensor]:
+        most = min(SCORED_TOKENS, self._scheduler.max_tokens)
+        for group in self._of_one_step(texts, most):
+            sequences = [self._text(tokens, slot) for slot, tokens in enumerate(group)]
+            try:
+                for start in range(0, max(map(len, group)), most):
+                    works = []
+                    for sequence in sequences:
+                        end, length = min(start + most, sequence.prompt_length), sequence.prompt_length
+                        works.append(WorkItem(sequence, start, end, end - start - (end == length)))
+                    with current(self._device):
+                        rows = self._runner.run(works)
+                        # on a GPU, and of one token each, the runner writes its next logits to the same memory
+                        rows = rows.clone() if self._runner.on_device else rows
+                        rows = rows.float().cpu()
+                    yield rows
+            finally:
+                for sequence in sequences:
+                    self._runner.release(sequence)
+                    self._pool.release(sequence.blocks)
+
+    def _of_one_step(self, texts: Sequences[tuple[int, ...]], most: int) -> Iterator[list[tuple[int, ...]]]:
+        """Yield texts in groups whose cache blocks hold no more tokens than a step computes, or one longer text."""
+        group: list[tuple[int, ...]] = []
+        room = most = min(most, self.info.kv_blocks * BLOCK_TOKENS)
+        for tokens in texts:
+            size = blocks_for(len(tokens)) * BLOCK_TOKENS
+            if group and (size > room or len(group) == self.info.max_num_seqs):
+                yield group
+                group, room = [], most
+            group.append(tokens)
+            room -= size
+        if group:
+            yield group
+
+    def _text(self, tokens: tuple[int, ...], slot: int) -> Sequence:
         request = Request(f"logits-{next(_UNIQUE)}", tokens)
         sequence = Sequence(request, TextStream(self._decoder, (), (), False), SamplingState(request.params, ()), b"")
-        sequence.slot, sequence.blocks = 0, self._pool.allocate(blocks_for(len(tokens)))
-        most = min(SCORED_TOKENS, self._scheduler.max_tokens)
-        try:
-            for start in range(0, len(tokens), most):
-                end = min(start + most, len(tokens))
-                scored = end - start - (end == len(tokens))
-                with current(self._device):
-                    rows = self._runner.run([WorkItem(sequence, start, end, scored)]).clone().float().cpu()
-                yield rows
-        finally:
-            self._runner.release(sequence)
-            self._pool.release(sequence.blocks)
+        sequence.slot, sequence.blocks = slot, self._pool.allocate(blocks_for(len(tokens)))
+        return sequence
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""

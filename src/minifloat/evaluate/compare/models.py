@@ -96,12 +96,7 @@ class EngineModel(Model):
         return ModelRecord(self.name, info.weight_bytes, inputs, kv_cache, info.lm_head, runner=info.runner)
 
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        for window in ids.tolist():
-            left = len(window) - 1
-            for rows in self.engine.logits(window):
-                if left:
-                    yield rows[:left]
-                left -= min(len(rows), left)
+        return self.engine.logits_of_each([window[:-1] for window in ids.tolist()])
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress | None) -> Continuations:
         require_room(max(map(len, prompts)), new_tokens, self.longest)
