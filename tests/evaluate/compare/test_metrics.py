@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.evaluate.compare.metrics import (
-    TOP_K,
-    Distribution,
-    TokenScores,
-    concatenate,
-    kl_divergence,
-    score_tokens,
-)
+from minifloat.evaluate.compare.metrics import TokenScores, concatenate, score_logits, score_tokens
+from minifloat.kernels.divergence import TOP_K, Distribution, kl_divergence
 
 TARGETS = torch.arange(13) % 50
 UNITS = torch.arange(13) // 4
@@ -120,3 +114,12 @@ def test_scores_of_stretches_are_concatenated_field_by_field() -> None:
     assert len(together) == 13
     for name in ("unit", "baseline_nll", "candidate_nll", "kl", "agree", "overlap", "margin"):
         assert np.array_equal(getattr(whole, name), getattr(together, name))
+
+
+def test_scores_from_logits_are_those_of_distributions() -> None:
+    p, q = logits(seed=1), logits(seed=2)
+    found, of_p, of_q = score_logits(p, q, TARGETS, UNITS, UNITS)
+    for field, expected in vars(score(p, q)).items():
+        np.testing.assert_allclose(getattr(found, field), expected, rtol=1e-12, err_msg=field)
+    assert torch.equal(of_p.top, Distribution(p).top)
+    torch.testing.assert_close(of_q.top_log_probabilities(), Distribution(q).top_log_probabilities())

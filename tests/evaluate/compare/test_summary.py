@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.evaluate.compare.metrics import Distribution, TokenScores, score_tokens
+from minifloat.evaluate.compare.metrics import TokenScores, score_tokens
 from minifloat.evaluate.compare.summary import CURVE_FRACTIONS, MARGIN_EDGES, Summary, perplexity, summarize
+from minifloat.kernels.divergence import Distribution
 
 
 def scores_of(p: torch.Tensor, q: torch.Tensor, units: int = 10) -> TokenScores:

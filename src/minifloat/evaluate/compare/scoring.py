@@ -28,12 +28,14 @@ from minifloat.checkpoint.files import storage_errors, written_whole
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import NonFiniteError, StorageError, UsageError
 from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
-from minifloat.evaluate.compare.metrics import Distribution, FloatArray, TokenScores, concatenate, score_tokens
+from minifloat.evaluate.compare.metrics import FloatArray, TokenScores, concatenate, score_logits
 from minifloat.evaluate.compare.models import Model
 from minifloat.evaluate.compare.result import LikelyToken, WorstToken
+from minifloat.kernels.divergence import Choices
 
-#: Logits of one model that are held in float64 at a time: so few that they stay in the processor's caches.
-_SLAB_ELEMENTS = 2**18
+#: Logits of one model that are scored at a time. Those of transformers' code are copied to float32; larger copies would
+#: take fresh pages from the system each time.
+_SLAB_ELEMENTS = 2**22
 #: Positions with the largest KL divergence that are kept of each candidate.
 WORST_TOKENS = 20
 _LIKELY_TOKENS = 5
@@ -52,8 +54,9 @@ class BatchTokens:
         self._units = batch.units[:, None].expand(-1, width - 1).flatten()
         self._positions = torch.arange(1, width).repeat(windows)
 
-    def score(self, p: Distribution, q: Distribution, where: slice) -> TokenScores:
-        return score_tokens(p, q, self.targets[where], self._units[where], self._positions[where])
+    def at(self, where: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return targets, units and positions of some tokens."""
+        return self.targets[where], self._units[where], self._positions[where]
 
 
 class ScoringPass(ABC):
@@ -106,15 +109,6 @@ class ScoringPass(ABC):
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         """Return the scores of each candidate on a batch."""
 
-    def slabs(self, steps: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """Yield the logits ``[R, V]`` of each model, some rows at a time, with the places of their tokens."""
-        slab, start = max(_SLAB_ELEMENTS // self.baseline.vocab_size, 1), 0
-        for logits in steps:
-            device = logits[0].device
-            for few in zip(*(torch.split(of_model, slab) for of_model in logits), strict=True):
-                yield slice(start, start + len(few[0])), tuple(rows.to(device) for rows in few)
-                start += len(few[0])
-
     def refuse_nan(self, model: Model, nll: FloatArray) -> None:
         """Raise the NonFiniteError of a model if its scores hold NaN."""
         if np.isnan(nll).any():
@@ -136,6 +130,16 @@ class ScoringPass(ABC):
         return NonFiniteError(f"logits of {model.name}", "NaN or Inf, but not when its windows are run alone")
 
 
+def slabs(elements: int, steps: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """Yield the logits ``[R, V]`` of each model, some rows at a time, with the places of their tokens."""
+    start = 0
+    for logits in steps:
+        device, rows = logits[0].device, max(elements // logits[0].shape[1], 1)
+        for few in zip(*(torch.split(of_model, rows) for of_model in logits), strict=True):
+            yield slice(start, start + len(few[0])), tuple(of_model.to(device) for of_model in few)
+            start += len(few[0])
+
+
 class ModelsPass(ScoringPass):
     def __init__(self, baseline: Model, candidates: Sequence[Model], corpus: Corpus) -> None:
         super().__init__(baseline, len(candidates), corpus)
@@ -143,10 +147,10 @@ class ModelsPass(ScoringPass):
 
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         tokens, parts = BatchTokens(batch), [list[TokenScores]() for _ in self._models[1:]]
-        for where, logits in self.slabs(zip(*(model.logits(batch.ids) for model in self._models), strict=True)):
-            p, *others = map(Distribution, logits)
-            for candidate, q in enumerate(others):
-                scores = tokens.score(p, q, where)
+        steps = zip(*(model.logits(batch.ids) for model in self._models), strict=True)
+        for where, (baseline, *others) in slabs(_SLAB_ELEMENTS, steps):
+            for candidate, logits in enumerate(others):
+                scores, p, q = score_logits(baseline, logits, *tokens.at(where))
                 self.refuse_nan(self._models[0], scores.baseline_nll)
                 self.refuse_nan(self._models[candidate + 1], scores.candidate_nll)
                 self.worst[candidate].add(scores, p, q, batch, where.start)
@@ -191,7 +195,7 @@ class WorstPositions:
             if len(self._heap) > WORST_TOKENS:
                 heapq.heappop(self._heap)
 
-    def add(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
+    def add(self, scores: TokenScores, p: Choices, q: Choices, batch: WindowBatch, first: int) -> None:
         bound = self._heap[0][0] if len(self._heap) == WORST_TOKENS else 0.0
         rows = (scores.kl > bound).nonzero()[0]
         width = batch.ids.shape[1] - 1
@@ -204,9 +208,9 @@ class WorstPositions:
         return [position for _, _, position in sorted(self._heap, reverse=True)]
 
 
-def _likely_tokens(distribution: Distribution, row: int) -> tuple[tuple[int, float], ...]:
-    probabilities = distribution.top_log_probabilities()[row].exp()
-    pairs = zip(distribution.top[row].tolist(), probabilities.tolist(), strict=True)
+def _likely_tokens(choices: Choices, row: int) -> tuple[tuple[int, float], ...]:
+    probabilities = choices.top_log_probabilities()[row].exp()
+    pairs = zip(choices.top[row].tolist(), probabilities.tolist(), strict=True)
     return tuple(itertools.islice(pairs, _LIKELY_TOKENS))
 
 

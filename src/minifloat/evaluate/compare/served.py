@@ -25,12 +25,13 @@ from minifloat.calibration.data import SourceLike
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
-from minifloat.evaluate.compare.metrics import TOP_K, Distribution, FloatArray, TokenScores, concatenate
+from minifloat.evaluate.compare.metrics import FloatArray, TokenScores, concatenate, score_tokens
 from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, ServedRecord, common_tokenizer
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, ServedOptions
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models
-from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass
+from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass, slabs
+from minifloat.kernels.divergence import TOP_K, Distribution
 from minifloat.model.runtime.templates import apply_chat_template
 from minifloat.serve.client import Connection, ServerError
 
@@ -44,6 +45,8 @@ _ALTERNATIVES = (20, 5)
 _REQUESTS = 4
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _BAD_REQUEST = (400, 422)
+#: Logits that are held in float64 at a time: so few that they stay in the processor's caches.
+_SLAB_ELEMENTS = 2**18
 #: Below the log-probability of any token: servers write these numbers for tokens that cannot be (-Inf is no JSON).
 _IMPOSSIBLE = -1e3
 #: What is left for R at least. Servers round logarithms, so that the probabilities in S may add up to more than 1.
@@ -113,10 +116,10 @@ class _ServedPass(ScoringPass):
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         known = [of_token for window in self._served.probabilities(batch.ids.tolist()) for of_token in window]
         tokens, parts = BatchTokens(batch), []
-        for where, (logits,) in self.slabs((rows,) for rows in self.baseline.logits(batch.ids)):
+        for where, (logits,) in slabs(_SLAB_ELEMENTS, ((rows,) for rows in self.baseline.logits(batch.ids))):
             p = Distribution(logits)
             q, unnamed = served_distribution(p, known[where])
-            scores = tokens.score(p, q, where)
+            scores = score_tokens(p, q, *tokens.at(where))
             self.refuse_nan(self.baseline, scores.baseline_nll)
             self.unnamed.append(unnamed.cpu().numpy())
             self.worst[0].add(scores, p, q, batch, where.start)

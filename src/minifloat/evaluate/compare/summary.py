@@ -21,8 +21,9 @@ from minifloat.evaluate.compare.intervals import (
     quantile_interval,
     sums_by_unit,
 )
-from minifloat.evaluate.compare.metrics import TOP_K, TokenScores
+from minifloat.evaluate.compare.metrics import TokenScores
 from minifloat.evaluate.compare.series import WINDOW, BoolArray, FloatArray, IntArray, Stratum, kept
+from minifloat.kernels.divergence import TOP_K
 
 #: Largest number of tokens of a window for which positions are not reported.
 SHORT_WINDOW = 512

@@ -10,6 +10,7 @@
     DO(void, round_inputs, const minifloat_round_inputs_args&)                   \
     DO(void, amax, minifloat_amax_args&)                                         \
     DO(void, histogram, minifloat_histogram_args&)                               \
+    DO(void, divergence, const minifloat_divergence_args&)                       \
     DO(int32_t, round_with_feedback, const minifloat_round_with_feedback_args&)  \
     DO(int32_t, gram, const minifloat_gram_args&)                                \
     DO(int64_t, packed_bytes, const minifloat_pack_args&)                        \
@@ -102,6 +103,10 @@ bool valid(const minifloat_round_inputs_args& a) {
 bool valid(const minifloat_amax_args& a) { return a.count >= 0 && known_dtype(a.dtype); }
 
 bool valid(const minifloat_histogram_args& a) { return a.count >= 0 && known_dtype(a.dtype); }
+
+bool valid(const minifloat_divergence_args& a) {
+    return a.rows >= 0 && a.top >= 1 && a.top <= a.vocab && a.top <= MINIFLOAT_DIVERGENCE_TOP && a.vocab <= INT32_MAX;
+}
 
 bool valid(const minifloat_read_args& a) { return a.data != nullptr && a.bytes >= 0 && a.bytes % 8 == 0; }
 
@@ -249,6 +254,7 @@ MINIFLOAT_IEEE_ENTRY(quantize_rows, minifloat_quantize_rows_args)
 MINIFLOAT_IEEE_ENTRY(round_inputs, minifloat_round_inputs_args const)
 MINIFLOAT_IEEE_ENTRY(amax, minifloat_amax_args)
 MINIFLOAT_IEEE_ENTRY(histogram, minifloat_histogram_args)
+MINIFLOAT_ENTRY(divergence, minifloat_divergence_args const)
 MINIFLOAT_ENTRY(round_with_feedback, minifloat_round_with_feedback_args const)
 MINIFLOAT_ENTRY(gram, minifloat_gram_args const)
 MINIFLOAT_ENTRY(pack, minifloat_pack_args const)

@@ -107,6 +107,26 @@ struct minifloat_histogram_args {
     int64_t* bins;  // [MINIFLOAT_HISTOGRAM_BINS], added to; Inf and NaN fill the last 8
 };
 
+// Largest number of first choices of minifloat_divergence.
+#define MINIFLOAT_DIVERGENCE_TOP 16
+
+// Compares what two models expect after the same tokens. `p` and `q` are logits, and the weight of a token is
+// e^(logit - largest logit of its row).
+struct minifloat_divergence_args {
+    const float* p;  // [rows, vocab]
+    const float* q;  // [rows, vocab]
+    int64_t rows, vocab;
+    int64_t top;  // 1 .. min(vocab, MINIFLOAT_DIVERGENCE_TOP)
+    int32_t threads;
+    // Results.
+    double* sums;       // [rows, 3]: the weights of p, those of q, and the weights of p times the logits of p less those of
+                        // q, both less their largest; NaN where logits are NaN or their largest is infinite
+    float* p_logits;    // [rows, top], the largest; of equal ones those of the first tokens
+    float* q_logits;    // [rows, top]
+    int32_t* p_tokens;  // [rows, top], tokens with these logits
+    int32_t* q_tokens;  // [rows, top]
+};
+
 // Rounds the columns of a weight in ascending order. The error of a column, weight - code * scale, times
 // feedback[column][k] is added to each later column k before that column is rounded, in ascending order of columns, each
 // time one float32 multiplication and one float32 addition.
@@ -445,6 +465,7 @@ MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quan
 MINIFLOAT_API int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args);
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
+MINIFLOAT_API int32_t minifloat_divergence(int32_t isa, const struct minifloat_divergence_args* args);
 
 MINIFLOAT_API int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args);
 MINIFLOAT_API int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args);

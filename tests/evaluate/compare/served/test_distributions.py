@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.evaluate.compare.metrics import Distribution, kl_divergence, score_tokens
+from minifloat.evaluate.compare.metrics import score_tokens
 from minifloat.evaluate.compare.served import KnownProbabilities, served_distribution
+from minifloat.kernels.divergence import Distribution, kl_divergence
 
 VOCAB, ROWS = 50, 40
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from minifloat.checkpoint.progress import Progress
 from minifloat.evaluate.compare.attribution.differences import Difference, exchanged, is_stored_quantized
-from minifloat.evaluate.compare.metrics import Distribution, kl_divergence
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.transformers_model import TransformersModel
+from minifloat.kernels.divergence import Distribution, kl_divergence
 from minifloat.model.runtime.experts import QuantizedExperts
 
 
