@@ -6,12 +6,14 @@ import hashlib
 import json
 import random
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from minifloat.calibration.data import CalibrationSet, interleave
 from minifloat.calibration.layerwise.walk import LayerWork
@@ -94,6 +96,26 @@ def test_text_of_the_model_itself_is_kept_and_the_command_names_all_options(
     assert sorted(changed) == sorted(site for site in folded if "norm" in site)
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("were folded into the norms" in card) == bool(folded)
+
+
+def test_norms_that_are_copied_in_another_dtype_are_not_folded_and_the_report_says_why(
+    llama: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "mixed")
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    norms = {name: tensor.float() for name, tensor in tensors.items() if name.endswith("layernorm.weight")}
+    save_file(tensors | norms, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    result = run(folder, tmp_path / "out", "--scheme", "mxfp4", "--data", texts[0], *TEXT)
+    assert result.exit_code == 0, result.output
+    why = "input_layernorm.weight is copied in float32, and the model that runs has it rounded to bfloat16"
+    assert why in " ".join(result.output.split())
+    folds = json.loads((tmp_path / "out" / "minifloat.json").read_text())["rounding"]["folds"]
+    assert {row["site"] for row in folds if why in row.get("reason", "")} == {
+        name for name in norms if name.endswith("input_layernorm.weight")
+    }
 
 
 @pytest.mark.parametrize(

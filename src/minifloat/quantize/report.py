@@ -302,8 +302,8 @@ def fold_text(rounding: Mapping[str, Any]) -> str:
     reasons = list(dict.fromkeys(row["reason"] for row in rounding["folds"] if row.get("reason")))
     count = sum(row["folded"] for row in sites)
     text = f"scales of input channels at {count} of {len(sites)} places"
-    text += "; elsewhere that lowers no error" if count < len(sites) else ""
-    return text + (f"; layers that allow no folding: {'; '.join(reasons)}" if reasons else "")
+    text += "; elsewhere that lowers no error" if count < sum("reason" not in row for row in sites) else ""
+    return text + (f"; places that allow no folding: {'; '.join(reasons)}" if reasons else "")
 
 
 def _exceptions(rounding: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,8 @@ from rounding_cases import make_text, round_model, write_model
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
-from minifloat.model.runtime.load import load
+from minifloat.model.runtime.load import Loader, load
+from minifloat.model.runtime.names import Assignment
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.scheme import SCHEMES, Scheme, weight_only
@@ -171,6 +172,22 @@ def test_experts_with_few_tokens_take_a_part_of_their_hessian_from_all_experts(t
         assert any("hessian_share" not in row for row in routed.values())
 
 
+def test_the_output_layer_is_read_once_after_the_walk(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[str] = []
+    place = Loader.place
+
+    def counting(loader: Loader, assignment: Assignment) -> None:
+        placed.append(assignment.target)
+        place(loader, assignment)
+
+    monkeypatch.setattr(Loader, "place", counting)
+    round_model(llama, tmp_path / "work", make_text(3, 20), make_text(5, 20, seed=1))
+    assert placed.count("lm_head.weight") == 1
+    assert placed.count("model.embed_tokens.weight") <= 2  # before the layers, and after them
+
+
 def test_one_sequence_of_held_out_text_is_enough(llama: Path, tmp_path: Path) -> None:
     rounding = round_model(llama, tmp_path / "work", make_text(1), make_text(1, seed=1), method="match")
     assert rounding.held_out["method"] > 0
@@ -184,3 +201,4 @@ def test_progress_rises_to_the_total(llama: Path, tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1]
     assert len({total for _, total, _ in seen}) == 1
     assert seen[-1][2].startswith("layer 2 of 2")
+

@@ -36,6 +36,7 @@ class PartialWeights:
         self._layers = layers
         self._by_layer: list[list[Assignment]] = [[] for _ in layers]
         self._by_module: dict[str, list[Assignment]] = {}
+        self._before_layers = False
         for assignment in loader.assignments():
             owner = assignment.target.rpartition(".")[0]
             if owner.startswith(f"{path}."):
@@ -49,7 +50,13 @@ class PartialWeights:
 
     @contextmanager
     def before_layers(self) -> Iterator[None]:
-        """Load the weights of modules outside of the layers when the model first calls each module."""
+        """Load the weights of modules outside of the layers when the model first calls each module.
+
+        Contexts within this one use its weights.
+        """
+        if self._before_layers:
+            yield
+            return
         placed: list[str] = []
         with ExitStack() as stack:
             for path, module in self._loader.model.named_modules():
@@ -57,6 +64,8 @@ class PartialWeights:
                     continue
                 stack.callback(self._restore, path, dict(module._parameters))
                 stack.callback(module.register_forward_pre_hook(partial(self._fill, path, placed)).remove)
+            self._before_layers = True
+            stack.callback(setattr, self, "_before_layers", False)
             yield
 
     @contextmanager

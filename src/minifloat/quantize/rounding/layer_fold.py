@@ -176,7 +176,10 @@ class LayerFold:
         if reason:
             self.records.append({"layer": self.prefix, "folded": False, "reason": reason})
         for site in fold_sites(self.prefix, self.infos, self.config):
-            if self._is_reachable(site):
+            if reason := self._why_not_reachable(site):
+                site_record = {"site": site.producers[0].tensor, "kind": site.kind.value}
+                self.records.append({**site_record, "folded": False, "reason": reason})
+            else:
                 self._fold(site, sample)
 
     def scaled(self, number: int, stage_input: StageInputs) -> StageInputs:
@@ -200,13 +203,18 @@ class LayerFold:
         """Return the exponents by which the inputs of a stage and expert are smaller now; None: they are as before."""
         return self.by_expert.get((number, expert if self.stages[number].outer else 0))
 
-    def _is_reachable(self, site: FoldSite) -> bool:
-        """Return whether every tensor of a site is in the model, and as the checkpoint stores it if it is copied."""
+    def _why_not_reachable(self, site: FoldSite) -> str:
+        """Return why a tensor of a site cannot change: it is not in the model, or is copied in another dtype."""
         quantized = {source for source, _ in self.parts.values()}
-        return all(
-            name in self.views and (name in quantized or self.views[name].dtype == TORCH_DTYPES[self.infos[name].dtype])
-            for name in site.tensors
-        )
+        for name in site.tensors:
+            what = name.removeprefix(self.prefix).lstrip(".")
+            if name not in self.views:
+                return f"{what} is not in the model that runs"
+            stored, computed = TORCH_DTYPES[self.infos[name].dtype], self.views[name].dtype
+            if name not in quantized and stored != computed:
+                names = [str(dtype).removeprefix("torch.") for dtype in (stored, computed)]
+                return f"{what} is copied in {names[0]}, and the model that runs has it rounded to {names[1]}"
+        return ""
 
     def _modules_of(self, part: FoldPart) -> list[str]:
         experts = (
