@@ -201,4 +201,3 @@ def test_progress_rises_to_the_total(llama: Path, tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1]
     assert len({total for _, total, _ in seen}) == 1
     assert seen[-1][2].startswith("layer 2 of 2")
-
