@@ -6,7 +6,9 @@ import hashlib
 import json
 import random
 import shlex
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import Budget, QuantizeOptions
 from minifloat.quantize.report import QuantizeReport
+from minifloat.quantize.rounding.budget import SearchCost, _Search
+from minifloat.quantize.rounding.budget_formats import Group, Groups
 from minifloat.quantize.rounding.methods import METHODS, RoundingOptions, TuneOptions
 
 MakeModel = Callable[..., Path]
@@ -172,3 +176,53 @@ def test_a_method_that_trains_does_so_in_the_mixture(llama: Path, text: Path, tm
     assert report.rounding is not None
     assert report.rounding["tuned"]
     assert len(report.rounding["budget"]["measured"]) == 2
+
+
+@pytest.mark.parametrize(("bound", "best"), [(0.01, 1), (0.022, 1), (0.04, 3)], ids=["missed", "kept once", "cheapest"])
+def test_the_model_is_the_nearest_of_all_attempts(
+    llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: float, best: int
+) -> None:
+    """Divergences are made up, so that a later attempt is worse than an earlier one; options get fewer bits again."""
+    made_up = iter([1.0, 0.02, 0.03, 0.025])
+    bits = iter([5.0, 7.0, 6.5, 6.0])
+    add = _Search.add
+
+    def of_attempt(search: _Search, choice: list[int], _: float) -> None:
+        add(search, choice, next(made_up))
+        search.measured[-1] = replace(search.measured[-1], bits=next(bits))
+
+    choices = iter([[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0, 1, 0], None])
+    monkeypatch.setattr(_Search, "add", of_attempt)
+    monkeypatch.setattr(_Search, "choose", lambda _: next(choices))
+    report = within(llama, tmp_path / "out", text, Budget(max_kl=bound))
+    assert report.rounding is not None
+    found = report.rounding["budget"]
+    assert found["reached"] == (bound > 0.02)
+    assert found["bits_per_weight"] == found["measured"][best]["bits"]
+    richer = [group["format"] != "mxfp4" for group in found["groups"]]
+    assert richer == {1: [True] * 4 + [False] * 4, 3: [True, False] * 4}[best]
+    overrides = {override.split("=")[1] for override in report.recipe["overrides"]}
+    assert overrides == {name for name in (g["format"] for g in found["groups"]) if name != report.recipe["scheme"]}
+
+
+def test_the_search_takes_bounded_time_and_disk_in_deep_models() -> None:
+    def cost(layers: int, width: int) -> SearchCost:
+        kinds = ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
+        named = [
+            Group(f"model.layers.{i}.{kind}", (), (kind,), width * width, ()) for i in range(layers) for kind in kinds
+        ]
+        return SearchCost.of(Groups(tuple(named), (), 0, 0, 0), {"hidden_size": width})
+
+    assert cost(30, 576).tokens == 4096
+    assert cost(80, 8192).tokens < 1024
+    assert cost(80, 8192).disk < 16e9
+    assert cost(160, 8192).disk < 25e9
+
+
+def test_a_search_for_which_the_disk_has_no_room_is_refused_before_text_is_written(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 0, 1000))  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"measuring the damage of 8 groups .* make room"):
+        quantize_checkpoint(llama, tmp_path / "out", None, QuantizeOptions(budget=Budget(max_kl=0.1)), data="self")
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat import QuantizeOptions, preview_quantization, quantize_checkpoint
+from minifloat import Budget, QuantizeOptions, preview_quantization, quantize_checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import DestinationError, UsageError
 
@@ -74,7 +74,15 @@ def test_a_preview_finds_the_mistakes_that_quantize_finds_before_it_reads_weight
     (tmp_path / "full" / "file").touch()
     with pytest.raises(DestinationError, match="exists already"):
         preview_quantization(BASE, tmp_path / "full")
-    assert (
-        "--dry-run: within a budget, formats depend on"
-        in run(BASE, tmp_path / "out", "--dry-run", "--max-kl", "0.1").output
-    )
+    with pytest.raises(UsageError, match="cannot be met"):
+        preview_quantization(BASE, tmp_path / "out", options=QuantizeOptions(budget=Budget(bits=1.0)))
+
+
+def test_within_a_budget_a_dry_run_says_what_the_search_takes(tmp_path: Path) -> None:
+    result = run(BASE, tmp_path / "out", "--dry-run", "--max-kl", "0.1", "--data", "self")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "Sizes are those of mxfp4 everywhere, the least. The mixture within a KL divergence of 0.1 depends" in words
+    assert "of disk beside the output and about" in words
+    assert "up to 3 times" in words
+    assert list(tmp_path.iterdir()) == []

@@ -11,12 +11,12 @@ from typing import Any
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check.judge import EngineVerdict
-from minifloat.errors import UsageError
+from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.architecture.families import unknown_family_notes
 from minifloat.model.plan.tensor_plan import QuantizationPlan, QuantizedShare
 from minifloat.numerics.scheme import Scheme, get_scheme
-from minifloat.quantize.options import DEFAULT_OPTIONS, QuantizeOptions
-from minifloat.quantize.planner import planned_source
+from minifloat.quantize.options import DEFAULT_OPTIONS, Budget, QuantizeOptions
+from minifloat.quantize.planner import Planner, planned_source
 from minifloat.quantize.report import TensorsReport
 from minifloat.report.text import size_text
 
@@ -94,7 +94,8 @@ def preview_quantization(
         source: As in `quantize_checkpoint`, as all arguments that are not named here.
         destination: As in `quantize_checkpoint`; nothing is created there.
         scheme: As in `quantize_checkpoint`.
-        options: As in `quantize_checkpoint`, without a method and a budget.
+        options: As in `quantize_checkpoint`, without a method. Within a budget, formats depend on the damage that text
+            shows: sizes are those of the cheapest format everywhere, and a note says what the search takes.
         calibration: As in `quantize_checkpoint`.
         calibrates: The run would calibrate by itself: the bytes of static scales, four for each, are not counted.
 
@@ -102,13 +103,12 @@ def preview_quantization(
         MinifloatError: As `quantize_checkpoint`, for all mistakes that it finds before it reads weights; a disk that is
             too small is no error here.
     """
-    if options.budget is not None:
-        raise UsageError(
-            "--dry-run: within a budget, formats depend on the damage that text shows; leave one of them out"
-        )
     with planned_source(source, destination, options) as planner:
         wanted = get_scheme(scheme) if isinstance(scheme, str) else scheme
-        plan, notes = planner.chosen(wanted)
+        if options.budget is None:
+            plan, notes = planner.chosen(wanted)
+        else:
+            plan, notes = _within_budget(planner, wanted, options.budget)
         if not calibrates:
             notes = (*notes, *planner.unmeasured(wanted, plan))
         run = planner.run(plan, notes, calibration, calibrates=calibrates)
@@ -123,6 +123,19 @@ def preview_quantization(
             (*run.engine_notes, *run.scale_notes, *unknown_family_notes(run.checkpoint.config)),
             shutil.disk_usage(Path(destination).absolute().parent).free,
         )
+
+
+def _within_budget(planner: Planner, scheme: Scheme | None, budget: Budget) -> tuple[QuantizationPlan, tuple[str, ...]]:
+    """Return the plan in the cheapest format, and what the search for a mixture takes."""
+    from minifloat.quantize.rounding.budget import SearchCost, require_feasible
+    from minifloat.quantize.rounding.budget_formats import find_formats
+
+    formats = find_formats(planner.checkpoint, planner.plan, scheme, planner.overrides, planner.options.target)
+    require_feasible(budget, formats.groups)
+    return planner.plan(formats.scheme, planner.overrides), (
+        f"Sizes are those of {formats.scheme.name} everywhere, the least. The mixture within {budget} depends on what "
+        f"text shows. {SearchCost.of(formats.groups, planner.checkpoint.config).text(measure_product_rate())}",
+    )
 
 
 def _tensors(checkpoint: Checkpoint, plan: QuantizationPlan) -> tuple[PlannedTensor, ...]:

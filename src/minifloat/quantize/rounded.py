@@ -21,7 +21,7 @@ from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, so
 from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
-from minifloat.quantize.rounding.budget import require_feasible, round_within_budget
+from minifloat.quantize.rounding.budget import SearchCost, require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget_formats import find_formats, loads_alike
 from minifloat.quantize.rounding.input_choice import ATTEMPTS, input_choice
 from minifloat.quantize.rounding.rounded_model import RoundedModel
@@ -129,6 +129,7 @@ def budgeted_output(
     checkpoint, overrides = planner.checkpoint, planner.overrides
     formats = find_formats(checkpoint, planner.plan, scheme, overrides, planner.options.target)
     require_feasible(budget, formats.groups)
+    SearchCost.of(formats.groups, checkpoint.config).require_disk(destination.absolute().parent)
     plan = planner.plan(formats.scheme, overrides)
     texts, record = _texts(checkpoint, plan, data, destination, progress)
     with round_within_budget(

@@ -6,6 +6,7 @@ The model is first rounded in the cheapest format.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,16 +20,19 @@ import numpy.typing as npt
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
+from minifloat.model.architecture.roles import text_config
 from minifloat.model.plan.overrides import KEEP, Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.options import Budget
+from minifloat.quantize.report import duration_text
 from minifloat.quantize.rounding.budget_formats import Formats, Group, Groups, mixture
-from minifloat.quantize.rounding.damage import GroupsToMeasure
+from minifloat.quantize.rounding.damage import GroupsToMeasure, damage_tokens
 from minifloat.quantize.rounding.methods import DEFAULT_METHOD, METHODS, RoundingOptions
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.texts import SplitText
+from minifloat.report.text import size_text
 
 #: Largest number of units of the table.
 _LARGEST_TABLE = 1 << 16
@@ -126,11 +130,8 @@ class WithinBudget:
     damages: tuple[tuple[float, ...], ...]  # for each group the damage of each of its options, in nats per token
     frontier: tuple[tuple[float, float], ...]
     measured: tuple[MeasuredMixture, ...]
+    result: MeasuredMixture  # that of the model
     tokens: int
-
-    @property
-    def result(self) -> MeasuredMixture:
-        return self.measured[-1]
 
     @property
     def reached(self) -> bool:
@@ -197,6 +198,7 @@ def round_within_budget(
     request = GroupsToMeasure(
         {group.name: group.parts for group in groups.groups},
         list(dict.fromkeys(o.scheme for group in groups.groups for o in group.options if o.scheme is not None)),
+        damage_tokens(len(groups.groups), groups.layers),
     )
     untrained = replace(options, method=METHODS[DEFAULT_METHOD]) if options.method.trains else options
     with ExitStack() as stack:
@@ -207,33 +209,35 @@ def round_within_budget(
             of_run, measured = (untrained, request) if run == 0 else (options, None)
             return stack.enter_context(round_checkpoint(checkpoint, plan, texts, of_run, folder, report, measured))
 
-        plan = planner(formats.scheme, user)
-        first = rounded(plan, 0)
-        search = _Search(budget, groups, first, formats.scheme)
-        chosen, model = search.cheapest, first
-        search.add(chosen, first.choosing["method"])
-        for run in range(1, _ATTEMPTS + 1):
-            choice = search.choose()
-            if choice is None or choice == chosen:
-                break
-            chosen = choice
-            plan = planner(*_recipe(groups, search.schemes(chosen), user, formats.scheme))
-            model = rounded(plan, run)
-            search.add(chosen, model.choosing["method"])
-        if model is first and untrained is not options:
-            model = rounded(plan, 1)
-            search.add(chosen, model.choosing["method"])
+        attempts = [_Attempt(planner(formats.scheme, user), rounded(planner(formats.scheme, user), 0))]
+        search = _Search(budget, groups, attempts[0].model, formats.scheme)
+        search.add(search.cheapest, attempts[0].model.choosing["method"])
+        while len(attempts) <= _ATTEMPTS and (choice := search.choose()) is not None and choice != search.choices[-1]:
+            plan = planner(*_recipe(groups, search.schemes(choice), user, formats.scheme))
+            attempts.append(_Attempt(plan, rounded(plan, len(attempts))))
+            search.add(choice, attempts[-1].model.choosing["method"])
+        if len(attempts) == 1 and untrained is not options:
+            attempts.append(_Attempt(attempts[0].plan, rounded(attempts[0].plan, 1)))
+            search.add(search.cheapest, attempts[1].model.choosing["method"])
+        best = search.best(0 if untrained is options else 1)
         yield WithinBudget(
-            plan,
-            model,
+            attempts[best].plan,
+            attempts[best].model,
             budget,
             replace(formats, groups=search.groups),
-            search.schemes(chosen),
+            search.schemes(search.choices[best]),
             search.damages,
             search.curve(),
             tuple(search.measured),
-            int(first.damage["tokens"]),
+            search.measured[best],
+            int(attempts[0].model.damage["tokens"]),
         )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    plan: QuantizationPlan
+    model: RoundedModel
 
 
 def _report(progress: Progress, run: int, done: int, total: int, what: str) -> None:
@@ -255,6 +259,41 @@ def require_feasible(budget: Budget, groups: Groups) -> None:
             f"{budget} leaves every weight as it is; the largest that quantizes one is "
             f"{_as_budget(budget, groups, below)}"
         )
+
+
+@dataclass(frozen=True)
+class SearchCost:
+    """What it takes to measure the damage of all groups."""
+
+    groups: int
+    tokens: int
+    disk: int  # bytes beside the output while a layer runs: the hidden states before and behind it
+    operations: float
+
+    @classmethod
+    def of(cls, groups: Groups, config: Mapping[str, Any]) -> SearchCost:
+        """Return the cost for a model in 16 bits: two streams per group, each through half of the layers on average."""
+        count, weights = len(groups.groups), sum(group.weights for group in groups.groups)
+        tokens, width = damage_tokens(count, groups.layers), int(text_config(config).get("hidden_size", 0))
+        return cls(count, tokens, 2 * 2 * count * tokens * width * 2, 2.0 * count * tokens * weights)
+
+    def text(self, rate: float) -> str:
+        """Return the cost in words, with the time at a rate of operations per second."""
+        return (
+            f"The damage of {self.groups} groups of weights is measured with up to {self.tokens:,} tokens each, which "
+            f"takes up to {size_text(self.disk)} of disk beside the output and about "
+            f"{duration_text(self.operations / rate)} more than rounding once, on this machine; then the model is "
+            f"rounded again in each mixture, up to {_ATTEMPTS} times."
+        )
+
+    def require_disk(self, folder: Path) -> None:
+        """Refuse a search for which the disk has no room, before any text is written."""
+        free = shutil.disk_usage(folder).free
+        if self.disk > free:
+            raise UsageError(
+                f"{folder}: measuring the damage of {self.groups} groups of weights takes {size_text(self.disk)} of "
+                f"disk, and {size_text(free)} are free: make room, or mix formats by hand (--override)"
+            )
 
 
 def allowed_bytes(budget: Budget, groups: Groups) -> int | None:
@@ -296,6 +335,7 @@ class _Search:
     first: RoundedModel
     scheme: Scheme
     measured: list[MeasuredMixture] = field(default_factory=list)
+    choices: list[Sequence[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.groups = _measurable(self.groups, self.first.damage["given_back"])
@@ -315,9 +355,20 @@ class _Search:
     def add(self, choice: Sequence[int], kl: float) -> None:
         bits = self.groups.bits(self._frontier.cost(choice))
         predicted = self._frontier.damage(choice)
+        self.choices.append(choice)
         self.measured.append(MeasuredMixture(bits, kl, predicted))
         if kl > 0:
             self._aim = min(self._aim, _MARGIN * predicted / kl)
+
+    def best(self, first: int) -> int:
+        """Return the number of the attempt from `first` on that keeps the bound with fewest bits, or is nearest."""
+        numbers, bound = range(first, len(self.measured)), self.budget.max_kl
+        if bound is None:
+            return numbers[-1]
+        kept = [number for number in numbers if self.measured[number].kl <= bound]
+        if kept:
+            return min(kept, key=lambda number: self.measured[number].bits)
+        return min(numbers, key=lambda number: self.measured[number].kl)
 
     def choose(self) -> list[int] | None:
         """Return the next choice; None: the last one stays."""

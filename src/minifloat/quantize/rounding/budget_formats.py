@@ -57,6 +57,11 @@ class Groups:
     counted_weights: int
     counted_bytes: int
 
+    @property
+    def layers(self) -> int:
+        """Number of layers that have groups."""
+        return len({kind_and_layer(group)[1] for group in self.groups})
+
     def bits(self, group_bytes: int) -> float:
         """Return the bits per counted weight if the groups take `group_bytes`."""
         return 8 * (group_bytes + self.counted_bytes) / max(self.counted_weights, 1)
@@ -100,6 +105,16 @@ def _group(name: str, tensors: Sequence[TensorPlan], schemes: Sequence[Scheme], 
         sum(map(_weights, tensors)),
         tuple(options),
     )
+
+
+def is_experts(group: Group) -> bool:
+    return expert_group(group.parts[0]) is not None
+
+
+def kind_and_layer(group: Group) -> tuple[str, int]:
+    """Return the name of a group without the number of its layer, and that number; 0 outside of layers."""
+    kind, *numbers = re.split(r"\.(\d+)\.", group.name, maxsplit=1)
+    return (f"{kind}.*.{numbers[1]}", int(numbers[0])) if numbers else (group.name, 0)
 
 
 def _weights(tensor: TensorPlan) -> int:
@@ -152,13 +167,13 @@ def find_formats(
     groups = find_groups(plan, [base, *richer], user)
     trial = _Trial(planner, base, user, loading.of(plan), groups)
     allowed = {False: trial.mixed(experts=False, schemes=richer), True: trial.mixed(experts=True, schemes=richer)}
-    if len(allowed[True]) == 1 and any(_is_experts(group) for group in groups.groups):
+    if len(allowed[True]) == 1 and any(is_experts(group) for group in groups.groups):
         together = trial.uniform_experts(richer)
         if len(together) > 1:
             allowed[True] = together
             groups = find_groups(plan, [base, *richer], user, experts_together=True)
-    limited = tuple(_limited(group, allowed[_is_experts(group)]) for group in groups.groups)
-    roles = {_is_experts(group) for group in groups.groups}
+    limited = tuple(_limited(group, allowed[is_experts(group)]) for group in groups.groups)
+    roles = {is_experts(group) for group in groups.groups}
     refused = [s for s in (*richer, None) if not any(s in allowed[experts] for experts in roles)]
     return Formats(
         planner,
@@ -190,10 +205,6 @@ def _bits(scheme: Scheme) -> float:
 def _weight_only() -> list[Scheme]:
     """Return the schemes of weights alone, the cheapest first."""
     return sorted((scheme for scheme in SCHEMES.values() if scheme.activation is None), key=_bits)
-
-
-def _is_experts(group: Group) -> bool:
-    return expert_group(group.parts[0]) is not None
 
 
 def _limited(group: Group, allowed: Sequence[Scheme | None]) -> Group:
@@ -282,7 +293,7 @@ class _Trial:
             formats = [*accepted, scheme]
             cycle = iter(formats * _GROUPS_PER_TRIAL)
             chosen = [
-                self._possible(group, next(cycle, self.base)) if _is_experts(group) is experts else self.base
+                self._possible(group, next(cycle, self.base)) if is_experts(group) is experts else self.base
                 for group in self.groups.groups
             ]
             if self._loads(chosen):
@@ -293,10 +304,8 @@ class _Trial:
         """Return the formats that the experts of all layers may have together."""
         accepted: list[Scheme | None] = [self.base]
         for scheme in (*schemes, None):
-            possible = all(
-                self._possible(group, scheme) == scheme for group in self.groups.groups if _is_experts(group)
-            )
-            chosen = [scheme if _is_experts(group) else self.base for group in self.groups.groups]
+            possible = all(self._possible(group, scheme) == scheme for group in self.groups.groups if is_experts(group))
+            chosen = [scheme if is_experts(group) else self.base for group in self.groups.groups]
             if possible and self._loads(chosen):
                 accepted.append(scheme)
         return accepted

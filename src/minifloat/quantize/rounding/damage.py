@@ -94,13 +94,20 @@ def token_kl(original: Tensor, candidate: Tensor) -> Tensor:
     return torch.nn.functional.kl_div(other, base, reduction="none", log_target=True).sum(-1)
 
 
-#: Held-out tokens that go through the model twice per group.
-_TOKENS = 4096
+#: Held-out tokens that go through the model twice per group: at most, and at least for the largest models.
+_TOKENS, _FEWEST_TOKENS = 4096, 512
+#: Groups times layers times tokens, about: the layers that the streams of all groups run through, each from its own on.
+_LAYER_TOKENS = 16 << 20
 
 #: Number of a sequence -> where its hidden states are.
 Places: TypeAlias = Mapping[int, StoredTensor]
 #: Runs the current layer over the hidden states at the first places, for the sequences of the second, and writes there.
 RunLayer: TypeAlias = Callable[[Places, Places], None]
+
+
+def damage_tokens(groups: int, layers: int) -> int:
+    """Return the tokens that measure the damage of so many groups: few in deep models, where each has more layers."""
+    return min(max(_LAYER_TOKENS // max(groups * layers, 1), _FEWEST_TOKENS), _TOKENS)
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,14 @@ class GroupsToMeasure:
 
     groups: Mapping[str, Sequence[str]]
     schemes: Sequence[Scheme]
+    tokens: int = _TOKENS
 
     def to_dict(self) -> dict[str, Any]:
         """Return what determines the measurements, as JSON values."""
         return {
             "groups": {name: list(modules) for name, modules in self.groups.items()},
             "schemes": [scheme.name for scheme in self.schemes],
-            "tokens": _TOKENS,
+            "tokens": self.tokens,
         }
 
 
@@ -129,7 +137,8 @@ class DamageStreams:
 
     def streams_of(self, tokens: int) -> list[tuple[str, str]]:
         """Return the streams that a held-out sequence runs through, as far as the sample takes it."""
-        if self._tokens >= _TOKENS:
+        if self._tokens and self._tokens + tokens > self.request.tokens:
+            self._tokens = self.request.tokens  # later sequences may be shorter, but the first ones are the sample
             return []
         self._tokens += tokens
         return [(kind, group) for group in self.request.groups for kind in ("given_back", "alone")]

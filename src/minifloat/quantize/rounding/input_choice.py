@@ -8,7 +8,6 @@ with the least weights that suffice, or for all groups if these have most of the
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,9 +20,10 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme
+from minifloat.quantize.amount import visited_share
 from minifloat.quantize.limits import MAX_KL, MAX_PPL_INCREASE, MIN_SAME_TOP1
 from minifloat.quantize.rounding.budget import Frontier
-from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, mixture
+from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, is_experts, kind_and_layer, mixture
 from minifloat.quantize.rounding.input_walk import Loss, Stream, measured_losses
 from minifloat.quantize.rounding.methods import Method, RoundingOptions
 
@@ -34,7 +34,7 @@ AIM, ACCEPTED = 0.7, 0.85
 _WITH_DATA = 0.7
 #: Share of the KL that inputs cost at least if it is worth the time to keep them in 16 bits.
 _WORTH = 0.1
-#: Largest share of the weights that have inputs in 16 bits beside others.
+#: Largest share of the operations that have inputs in 16 bits beside others.
 _MOST = 0.5
 #: Tokens that measure the whole model, and those that measure the groups.
 _TOKENS, _GROUP_TOKENS = 4096, 1024
@@ -129,7 +129,7 @@ class InputChoice:
 
     @property
     def wide_weights(self) -> float:
-        """The share of the weights whose inputs stay in 16 bits."""
+        """The share of the operations whose inputs stay in 16 bits."""
         if self.groups is None:
             return float(self.everywhere)
         weights = [group.weights for group in self.groups.groups]
@@ -178,7 +178,9 @@ class InputChoice:
         if self.everywhere:
             yield f"The scheme is {other} instead of {name}: {costs}. --scheme {name} rounds inputs nevertheless."
         elif any(self.wide):
-            total = f"{sum(self.wide)} of {len(self.wide)} groups of weights ({self.wide_weights:.0%} of the weights)"
+            total = (
+                f"{sum(self.wide)} of {len(self.wide)} groups of weights ({self.wide_weights:.0%} of the operations)"
+            )
             yield (
                 f"{name} with 16-bit inputs for {total}: {costs}. --scheme {name} rounds all inputs, "
                 f"--scheme {other} none."
@@ -240,7 +242,8 @@ def input_choice(
         prediction = Prediction.before(nearest, both, options.method)
         choice = InputChoice(plan.scheme, weight_only_counterpart(plan.scheme), plan.overrides, prediction)
         if not within(prediction.whole, AIM) and prediction.whole.kl - prediction.weights.kl > _WORTH * both.kl:
-            groups, together = joined_groups(find_groups(plan, [], plan.overrides), rounded)
+            visited = visited_share(checkpoint.config)
+            groups, together = joined_groups(find_groups(plan, [], plan.overrides), rounded, visited)
             streams = [Stream(group.name, frozenset(group.parts) & rounded) for group in groups.groups]
             by_group = losses(streams, _GROUP_TOKENS, "groups")
             damages = tuple(by_group[group.name].kl if group.name in by_group else 0.0 for group in groups.groups)
@@ -258,22 +261,20 @@ def _first(text: CalibrationSet, tokens: int) -> CalibrationSet:
     return CalibrationSet(tuple(map(tuple, chosen)))
 
 
-def joined_groups(groups: Groups, rounded: frozenset[str]) -> tuple[Groups, int]:
-    """Return the groups with rounded inputs, those of adjacent layers as one as far as time needs it, and how many."""
+def joined_groups(groups: Groups, rounded: frozenset[str], visited: float = 1.0) -> tuple[Groups, int]:
+    """Return the groups with rounded inputs, those of adjacent layers as one as far as time needs it, and how many.
+
+    `visited` is the share of the experts that a token visits; the weights of groups are those that a token meets.
+    """
     members = [group for group in groups.groups if rounded.intersection(group.parts)]
-    places = [_place(group) for group in members]
+    members = [replace(g, weights=round(g.weights * visited)) if is_experts(g) else g for g in members]
+    places = [kind_and_layer(group) for group in members]
     layers = len({layer for _, layer in places})
     together = max(1, math.ceil(len(members) * layers / 2 * _GROUP_TOKENS / _LAYER_TOKENS))
     joined: dict[tuple[str, int], list[Group]] = {}
     for group, (kind, layer) in zip(members, places, strict=True):
         joined.setdefault((kind, layer // together), []).append(group)
     return replace(groups, groups=tuple(_joined(of_set) for of_set in joined.values())), together
-
-
-def _place(group: Group) -> tuple[str, int]:
-    """Return the kind of a group, and the number of its layer."""
-    kind, *numbers = re.split(r"\.(\d+)\.", group.name, maxsplit=1)
-    return (f"{kind}.*.{numbers[1]}", int(numbers[0])) if numbers else (group.name, 0)
 
 
 def _joined(groups: Sequence[Group]) -> Group:
