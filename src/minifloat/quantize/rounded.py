@@ -16,7 +16,7 @@ from minifloat.errors import DataError, UsageError
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.amount import enough_text, tokens_needed, widest
+from minifloat.quantize.amount import enough_text, tokens_needed, visited_share, widest
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
 from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
@@ -87,7 +87,9 @@ def default_output(
     checkpoint, work_dir = planner.checkpoint, _beside(destination, WORK_SUFFIX)
     texts, record = _texts(checkpoint, plan, data, destination, progress)
     with ExitStack() as stack:
-        choice = stack.enter_context(input_choice(checkpoint, plan, texts.kept, data.rounding, work_dir, progress))
+        visited = visited_share(checkpoint.config)
+        measured = input_choice(checkpoint, plan, texts.kept, data.rounding, work_dir, visited, progress)
+        choice = stack.enter_context(measured)
         for attempt in range(ATTEMPTS):
             choice.choose(partial(_loads, planner, plan), last=attempt == ATTEMPTS - 1)
             scheme, overrides = choice.recipe()

@@ -97,7 +97,7 @@ def token_kl(original: Tensor, candidate: Tensor) -> Tensor:
 #: Held-out tokens that go through the model twice per group: at most, and at least for the largest models.
 _TOKENS, _FEWEST_TOKENS = 4096, 512
 #: Groups times layers times tokens, about: the layers that the streams of all groups run through, each from its own on.
-_LAYER_TOKENS = 16 << 20
+_LAYER_TOKENS = 8 << 20
 
 #: Number of a sequence -> where its hidden states are.
 Places: TypeAlias = Mapping[int, StoredTensor]

@@ -20,7 +20,6 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme
-from minifloat.quantize.amount import visited_share
 from minifloat.quantize.limits import MAX_KL, MAX_PPL_INCREASE, MIN_SAME_TOP1
 from minifloat.quantize.rounding.budget import Frontier
 from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, is_experts, kind_and_layer, mixture
@@ -108,6 +107,7 @@ class InputChoice:
     user: Sequence[Override]
     prediction: Prediction
     first: Prediction = field(init=False)
+    costly: bool = False  # whether rounded inputs may break the bounds
     groups: Groups | None = None
     damages: tuple[float, ...] = ()
     layers_together: int = 1
@@ -144,10 +144,10 @@ class InputChoice:
 
     def choose(self, loads: Callable[[Scheme, Sequence[Override]], bool], *, last: bool = False) -> None:
         """Take the cheapest inputs to keep in 16 bits that are predicted to keep the bounds, or all if it is `last`."""
-        if self.groups is None:
+        if not self.costly or self.refused:
             return
         before, allowed = self.wide, None if last else self.prediction.largest(AIM)
-        if allowed is not None:
+        if allowed is not None and self.groups is not None:
             costs = [[0, group.weights] for group in self.groups.groups]
             frontier = Frontier(costs, [[damage, 0.0] for damage in self.damages])
             choice = frontier.reaching(allowed * sum(self.damages)) or [1] * len(costs)
@@ -161,7 +161,7 @@ class InputChoice:
     def accepts(self, kl: float, disagreement: float) -> bool:
         """Record what a rounded model gave, and return whether it is the result."""
         self.measured.append(Loss(kl, disagreement))
-        done = self.everywhere or self.refused or self.groups is None or within(self.measured[-1], ACCEPTED)
+        done = self.everywhere or self.refused or not self.costly or within(self.measured[-1], ACCEPTED)
         if not done:
             self.prediction = self.prediction.after(self.share, self.measured[-1])
         return done
@@ -219,9 +219,13 @@ def input_choice(
     text: CalibrationSet,
     options: RoundingOptions,
     work_dir: Path,
+    visited: float = 1.0,
     progress: Progress | None = None,
 ) -> Iterator[InputChoice]:
-    """Measure what the inputs of a plan cost; the files stay until the block is left without an error."""
+    """Measure what the inputs of a plan cost; the files stay until the block is left without an error.
+
+    `visited` is the share of the experts that a token visits.
+    """
     rounded = frozenset(name for name, scheme in plan.modules.items() if scheme.activation is not None)
     whole = [Stream("weights", frozenset(), nearest=True), Stream("all", rounded, nearest=True)]
     with ExitStack() as stack:
@@ -241,8 +245,9 @@ def input_choice(
         nearest, both = found.get("weights", nothing), found.get("all", nothing)
         prediction = Prediction.before(nearest, both, options.method)
         choice = InputChoice(plan.scheme, weight_only_counterpart(plan.scheme), plan.overrides, prediction)
-        if not within(prediction.whole, AIM) and prediction.whole.kl - prediction.weights.kl > _WORTH * both.kl:
-            visited = visited_share(checkpoint.config)
+        inputs = prediction.whole.kl - prediction.weights.kl
+        choice.costly = not within(prediction.whole, AIM) and inputs > _WORTH * both.kl
+        if choice.costly and prediction.largest(AIM) is not None:
             groups, together = joined_groups(find_groups(plan, [], plan.overrides), rounded, visited)
             streams = [Stream(group.name, frozenset(group.parts) & rounded) for group in groups.groups]
             by_group = losses(streams, _GROUP_TOKENS, "groups")
@@ -264,7 +269,7 @@ def _first(text: CalibrationSet, tokens: int) -> CalibrationSet:
 def joined_groups(groups: Groups, rounded: frozenset[str], visited: float = 1.0) -> tuple[Groups, int]:
     """Return the groups with rounded inputs, those of adjacent layers as one as far as time needs it, and how many.
 
-    `visited` is the share of the experts that a token visits; the weights of groups are those that a token meets.
+    The weights of groups are those that a token meets, of experts the share `visited`.
     """
     members = [group for group in groups.groups if rounded.intersection(group.parts)]
     members = [replace(g, weights=round(g.weights * visited)) if is_experts(g) else g for g in members]
