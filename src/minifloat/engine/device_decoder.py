@@ -33,7 +33,7 @@ from minifloat.kernels.paged import (
 from minifloat.model.layouts import StoredWeight
 from minifloat.model.runtime.inputs import W8A8, InputQuantization
 from minifloat.model.runtime.linear import QuantizedWeight
-from minifloat.model.runtime.lm_head import quantize_lm_head
+from minifloat.model.runtime.lm_head import looked_up, quantize_lm_head
 from minifloat.model.runtime.tensors import StoredTensors, listing
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.formats import FLOAT32
@@ -249,9 +249,10 @@ def build_device_decoder(
     attention = layout.layers[0].attention
     builder = _Builder(blueprint, weights, impl, inputs)
     with weights.reading_ahead():
-        embedding = weights.tensor(layout.embedding)
+        stored = weights.matrix(layout.embedding)
+        embedding = looked_up(stored, blueprint.dtype)
         is_tied = weights.is_same_tensor(layout.embedding, layout.lm_head.weight)
-        head = builder.lm_head(embedding if is_tied else None, lm_head)
+        head = builder.lm_head(stored if is_tied else None, lm_head)
         layers = tuple(builder.layer(layer) for layer in logged_layers(layout.layers))
         norm = builder.norm(layout.norm)
     builder.warn()
@@ -301,7 +302,7 @@ class _Builder:
         assert layout.weight is not None, "`why_not_on_device` refuses norms without weights"
         return self._weights.tensor(layout.weight).float().contiguous()
 
-    def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> FusedLinear:
+    def lm_head(self, tied: Tensor | QuantizedTensor | None, quantize: WeightSpec | None) -> FusedLinear:
         layout = self._blueprint.layout.lm_head
         weight = self._weights.matrix(layout.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):

@@ -50,7 +50,7 @@ from minifloat.kernels.decoder_layout import (
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import Arena, FusedWeights, PackedWeight, pack
 from minifloat.model.runtime.linear import Packing, QuantizedWeight
-from minifloat.model.runtime.lm_head import quantize_lm_head
+from minifloat.model.runtime.lm_head import looked_up, quantize_lm_head
 from minifloat.model.runtime.tensors import KVScales
 from minifloat.model.runtime.weights import WeightSource
 from minifloat.numerics.scheme import WeightSpec
@@ -86,7 +86,7 @@ class NativeWeights:
         """Return a norm, or None where there is none."""
         return None if layout is None else self.norm(layout)
 
-    def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
+    def lm_head(self, tied: Tensor | QuantizedTensor | None, quantize: WeightSpec | None) -> PackedWeight:
         layout = self.blueprint.layout.lm_head
         weight = self.weights.matrix(layout.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
@@ -205,10 +205,11 @@ def build_native_decoder(
     packed = NativeWeights(blueprint, weights, Packing(impl, torch.device("cpu"), int8_inputs=int8_inputs))
     layout, builder = blueprint.layout, LayerBuilder(packed)
     with weights.reading_ahead():
-        embedding = packed.table(layout.embedding)
+        stored = weights.matrix(layout.embedding)
+        embedding = looked_up(stored, blueprint.dtype)
         inputs = builder.inputs()
         is_tied = weights.is_same_tensor(layout.embedding, layout.lm_head.weight)
-        head = packed.lm_head(embedding if is_tied else None, lm_head)
+        head = packed.lm_head(stored if is_tied else None, lm_head)
         layers = tuple(
             builder.layer(layer, scales.get(f"{layout.cached_in(layer).name}.self_attn", (1.0, 1.0)))
             for layer in logged_layers(layout.layers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from minifloat.engine.options import Dtype
 from minifloat.errors import UsageError
@@ -71,6 +71,10 @@ class QuantizeOptions:
         from_quantized: Whether to decode a source that is quantized already, row by row, and quantize its values again.
             Weights that it stores in the format of the scheme keep their codes and scales.
         target: Refuse what will not load there, e.g. vllm:h100:tp4; the default scheme becomes one that does.
+        lm_head: Format of the output layer: bf16 (kept), fp8 (a scale per row) or mxfp8. One that is tied to the
+            embedding has none of its own.
+        embedding: Format of the embedding, and of an output layer that is tied to it: bf16 (kept) or fp8 (a scale per
+            row). Servers other than minifloat do not load it.
         mtp: Whether to quantize layers of multi-token prediction too, which are kept otherwise.
         allow_partial: Whether to accept that less than half of the linear weights is quantized.
         allow_nonfinite: Regular expression on names of tensors that are copied although they hold NaN or Inf; None: no
@@ -91,6 +95,8 @@ class QuantizeOptions:
     kv_cache: bool = False
     from_quantized: bool = False
     target: str | None = None
+    lm_head: Literal["bf16", "fp8", "mxfp8"] = "bf16"
+    embedding: Literal["bf16", "fp8"] = "bf16"
     mtp: bool = False
     allow_partial: bool = False
     allow_nonfinite: str | None = None

@@ -40,6 +40,7 @@ from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_view
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan, require_share
+from minifloat.model.plan.vocabulary import vocabulary_notes, vocabulary_overrides
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, get_scheme
 from minifloat.quantize.nonfinite import tensors_allowed
 from minifloat.quantize.options import QuantizeOptions
@@ -67,7 +68,7 @@ class PlannedRun:
     engines: Reports
     verdicts: tuple[EngineVerdict, ...]
     engine_notes: tuple[str, ...]  # sentences on engines that will not load the output, for the user to read first
-    scale_notes: tuple[str, ...]  # sentences on static scales
+    report_notes: tuple[str, ...]  # sentences for the report alone: on static scales, on what else could be saved
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -105,6 +106,7 @@ def planned_source(
         refuse_inside(checkpoint.path, Path(destination))
         CheckpointWriter.check_destination(Path(destination), overwrite=options.overwrite)
         tensors_allowed(checkpoint, options.allow_nonfinite)
+        overrides = [*vocabulary_overrides(checkpoint, options.lm_head, options.embedding), *overrides]
         yield Planner(stored, checkpoint, options, overrides, caster)
 
 
@@ -175,7 +177,8 @@ class Planner:
         engines = check_everywhere(Subject.of_plan(self.checkpoint, plan), MODEL)
         verdicts = engine_verdicts(engines)
         engine_notes = (*notes, *self._notes(plan, verdicts))
-        return PlannedRun(self, plan, calibration, activations, rounded, engines, verdicts, engine_notes, scale_notes)
+        report_notes = (*scale_notes, *vocabulary_notes(plan))
+        return PlannedRun(self, plan, calibration, activations, rounded, engines, verdicts, engine_notes, report_notes)
 
     def _plan(self, scheme: Scheme) -> QuantizationPlan:
         """Return the plan of a scheme with the overrides of the run, made once."""

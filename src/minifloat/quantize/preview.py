@@ -120,7 +120,7 @@ def preview_quantization(
             _tensors(run.checkpoint, run.plan),
             QuantizedShare.of(run.plan),
             run.verdicts,
-            (*run.engine_notes, *run.scale_notes, *unknown_family_notes(run.checkpoint.config)),
+            (*run.engine_notes, *run.report_notes, *unknown_family_notes(run.checkpoint.config)),
             shutil.disk_usage(Path(destination).absolute().parent).free,
         )
 

@@ -108,7 +108,7 @@ def write_run(
             notes=(
                 *run.engine_notes,
                 *source_notes(source_facts),
-                *run.scale_notes,
+                *run.report_notes,
                 *unknown_family_notes(run.checkpoint.config),
                 *names.notes,
                 *_mtp_note(run.plan),

@@ -7,12 +7,13 @@ then it loads the checkpoint by `minifloat.model.runtime.load` and puts the quan
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
@@ -94,13 +95,18 @@ class MinifloatQuantizer(HfQuantizer):
         lost = sorted(set(surplus) & tensors.quantized.keys())
         if lost:
             raise UnreadableError(f"{type(model).__name__} has no place for {lost[0]}")
+        late: set[str] = set()
         for assignment in assignments:
             if any(source in tensors.quantized for source in assignment.sources):
                 path, _, leaf = assignment.target.rpartition(".")
                 owner = model.get_submodule(path)
-                owner.register_parameter(leaf, None)
-                owner._is_hf_initialized = True  # type: ignore[assignment]
                 self._targets.append(assignment.target)
+                owner._is_hf_initialized = True  # type: ignore[assignment]
+                if isinstance(owner, nn.Embedding):  # stays where output layers are tied to it
+                    late |= {assignment.target, *_tied_to(model, assignment.target)}
+                else:
+                    owner.register_parameter(leaf, None)
+        model._keys_to_ignore_on_load_missing = [*(model._keys_to_ignore_on_load_missing or ()), *map(re.escape, late)]
         # the tensors of these parameters have no place now; `load_opened` refuses all that never had one
         model._keys_to_ignore_on_load_unexpected = {r"."}
 
@@ -121,6 +127,8 @@ class MinifloatQuantizer(HfQuantizer):
             else:  # experts, or a weight that something other than a linear uses, which is dequantized
                 delattr(owner, leaf)
                 setattr(owner, leaf, getattr(found, leaf))
+                for name in _tied_to(model, target):
+                    setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], getattr(found, leaf))
         if any(isinstance(module, QuantizedExperts) for module in model.modules()):
             model.set_experts_implementation("eager")
         return model.requires_grad_(False)
@@ -148,7 +156,9 @@ class MinifloatQuantizer(HfQuantizer):
                 stored = {name: _read(checkpoint, name) for name in sorted(names | description.auxiliary)}
         except MinifloatError as error:
             raise UsageError(f"save_pretrained copies quantized tensors, which are not there now: {error}") from error
+        tied = {name for name, source in model.all_tied_weights_keys.items() if source in stored}
         own = {name: value for name, value in model.state_dict().items() if not _is_quantized(model, name)}
+        own = {name: value for name, value in own.items() if name not in tied}
         return own | stored, {}
 
     def is_serializable(self) -> bool:
@@ -175,6 +185,11 @@ def unregister() -> None:
     """Undo `register`; models that are loaded stay as they are."""
     auto.AUTO_QUANTIZER_MAPPING.update(_ORIGINALS)
     _ORIGINALS.clear()
+
+
+def _tied_to(model: PreTrainedModel, source: str) -> list[str]:
+    """Return the parameters that are tied to another one."""
+    return [name for name, other in model.all_tied_weights_keys.items() if other == source]
 
 
 def _is_cpu(devices: Any) -> bool:

@@ -43,7 +43,8 @@ def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **f
         scheme: Scheme of all its weights.
         layout: Name of the layout.
         facts: Fields of `Subject`; ``shapes``, which replaces some of `SHAPES`; ``plain``, modules that are not
-            quantized; ``experts``, whether the layer has experts; ``head``, whether lm_head has weights of its own.
+            quantized; ``experts``, whether the layer has experts; ``head``, whether lm_head has weights of its own;
+            ``embedding``, whether the embedding is quantized.
     """
     chosen = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     shapes = SHAPES | facts.pop("shapes", {})
@@ -54,6 +55,8 @@ def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **f
     names = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
     if facts.pop("head", False):
         names["lm_head"] = (4096, 1024)
+    if facts.pop("embedding", False):
+        names["model.embed_tokens"] = (4096, 1024)
     weights = tuple(
         Weight(name, shape)
         if name.rsplit(".", 1)[-1] in plain
@@ -172,6 +175,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         subject("fp8-dynamic", head=True),
         "vllm:h100",
         subject("fp8-dynamic", head=True, head_named=True),
+    ),
+    "quantized-embedding": (subject("fp8", embedding=True), "vllm:h100", subject("fp8")),
+    "transformers-tied-embedding": (
+        subject("fp8", embedding=True),
+        "transformers:cpu",
+        subject("fp8", embedding=True, head=True),
     ),
     "vllm-modelopt-mxfp4": (subject("mxfp4", "modelopt"), "vllm:h100", subject("mxfp4")),
     "vllm-kv-scales-missing": (

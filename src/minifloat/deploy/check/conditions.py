@@ -12,7 +12,7 @@ from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Case, Kind,
 from minifloat.errors import ConfigError
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.full_config import merges_single_experts
-from minifloat.model.architecture.roles import fused_group, is_mtp, role_of, serving_group
+from minifloat.model.architecture.roles import fused_group, is_embedding, is_mtp, role_of, serving_group
 from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128
@@ -158,6 +158,16 @@ def head_not_named(case: Case) -> Iterator[str]:
     """A quantized lm_head in compressed-tensors that config groups target by the class "Linear", not by name."""
     if not case.subject.head_named:
         yield from weights(layout=compressed_tensors.NAME, leaves=(_HEAD,))(case)
+
+
+def quantized_embedding(case: Case) -> Iterator[str]:
+    yield from named(weight for weight in case.subject.quantized if is_embedding(weight.module))
+
+
+def tied_embedding(case: Case) -> Iterator[str]:
+    """A quantized embedding that is the output layer too."""
+    if all(weight.leaf != _HEAD for weight in case.subject.weights):
+        yield from quantized_embedding(case)
 
 
 def plain_head(case: Case) -> Iterator[str]:

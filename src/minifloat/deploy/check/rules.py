@@ -416,6 +416,12 @@ RULES: tuple[LoadingRule, ...] = (
         source="compressed_tensors/utils.py: find_matched_target; ParallelLMHead is no Linear",
         seen=_VLLM_CPU,
     ),
+    rule("quantized-embedding", SERVERS, ALL, REFUSED, when.quantized_embedding).because(
+        "embeddings are built in 16 bits: the scales of a quantized one have no place",
+        cure="serve it with minifloat, or quantize without --embedding fp8",
+        source="compressed_tensors/compressed_tensors.py: get_quant_method covers linears, experts, attention and "
+        "ParallelLMHead (vLLM's pull request 37291, SGLang's 35228)",
+    ),
     rule("vllm-modelopt-mxfp4", VLLM, ALL, REFUSED, weights(*MXFP4_KINDS, layout=MODELOPT)).because(
         "vLLM knows no quant_algo mxfp4 of ModelOpt",
         cure="quantize the original with minifloat quantize --scheme mxfp4",
@@ -584,6 +590,12 @@ RULES: tuple[LoadingRule, ...] = (
         cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
         source="integrations/mxfp4.py replaces gpt-oss' experts only",
         seen=_TRANSFORMERS_CPU,
+    ),
+    rule("transformers-tied-embedding", TRANSFORMERS, ALL, REFUSED, when.tied_embedding).because(
+        "the output layer is tied to the codes of the embedding, which are not decompressed for it",
+        cure="import minifloat.transformers, or load it with minifloat.load",
+        source="quantizers/quantizer_compressed_tensors.py: modules are decompressed one by one, tied or not",
+        seen=_COMPRESSED_TENSORS_CPU,
     ),
     rule("transformers-decompresses", TRANSFORMERS, ALL, DEGRADED, when.has_layout(CT)).because(
         "weights become BF16 at the first forward pass: neither memory nor time is saved",

@@ -60,6 +60,11 @@ def role_of(info: TensorInfo, family: Family = GENERAL) -> Role:
     return Role.LINEAR if _LAYER.search(name) else Role.OTHER
 
 
+def is_embedding(module: str) -> bool:
+    """Return whether a module is an embedding by its name."""
+    return _EMBEDDINGS.search(f"{module}.weight") is not None
+
+
 def is_matrix(info: TensorInfo) -> bool:
     """Return whether a tensor is an unquantized matrix named ``.weight``, which a server may look up as a linear."""
     return info.dtype in _DENSE_FLOATS and len(info.shape) == 2 and info.name.endswith(".weight")

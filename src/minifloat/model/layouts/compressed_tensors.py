@@ -19,6 +19,7 @@ import numpy as np
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.tensors import DTYPES
 from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError, UsageError
+from minifloat.model.architecture.roles import is_embedding
 from minifloat.model.layouts.stored import (
     Description,
     StoredWeight,
@@ -185,7 +186,7 @@ class CompressedTensorsWriter(WriteLayout):
     ) -> dict[str, Any]:
         """Return a config with one group per scheme."""
         schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
-        heads = [module for module in modules if module.rpartition(".")[2] == _HEAD]
+        others = [module for module in modules if module.rpartition(".")[2] == _HEAD or is_embedding(module)]
         experts = {scheme for module, scheme in modules.items() if _EXPERT.search(module)}
         groups = {}
         for number, scheme in enumerate(schemes):
@@ -193,7 +194,7 @@ class CompressedTensorsWriter(WriteLayout):
             if experts == {scheme}:
                 members = [*(member for member in members if not _EXPERT.search(member)), _EXPERTS_TARGET]
             groups[f"group_{number}"] = {
-                "targets": with_names(["Linear", *heads] if len(schemes) == 1 else members, names),
+                "targets": with_names(["Linear", *others] if len(schemes) == 1 else members, names),
                 "format": _format_name(scheme),
                 "weights": _weight_args(scheme.weight),
                 "input_activations": _activation_args(scheme.activation),

@@ -157,6 +157,8 @@ def _are_transposed(checkpoint: ModelHeaders, family: Family, info: TensorInfo, 
     )
 
 
+#: The one scheme of embeddings: a scale per row, and no inputs.
+EMBEDDING_SCHEME = "fp8"
 #: Reason for copying fused experts whose rows and columns are unknown.
 UNKNOWN_EXPERTS = "fused experts of unknown shape"
 _EXPERTS = "expert"
@@ -247,8 +249,10 @@ def _choose_scheme(
             matched.add(index)
             tensor_scheme = override.scheme
             reason = str(override) if tensor_scheme is None else ""
-    if tensor_scheme is not None and role is Role.EMBEDDING:
-        raise UnsupportedTensorError(info.name, "no server looks embeddings up in 8 or 4 bits; remove the override")
+    if tensor_scheme is not None and role is Role.EMBEDDING and tensor_scheme.name != EMBEDDING_SCHEME:
+        raise UnsupportedTensorError(
+            info.name, f"embeddings are looked up row by row, in {EMBEDDING_SCHEME} or 16 bits; remove the override"
+        )
     if tensor_scheme is not None and not is_dense_float(info):
         raise UnsupportedTensorError(
             info.name, f"weights are quantized from BF16, F16 or F32, found {info.dtype}; keep it with --exclude"
@@ -347,5 +351,5 @@ def _no_match(override: Override, tensors: Sequence[TensorPlan], checkpoint: Mod
     ]
     message = f"the pattern {override.pattern!r} matches no weight of {checkpoint.path}"
     if "lm_head" not in names and re.search(override.pattern, "lm_head"):
-        return f"{message}: lm_head is tied to the embedding and has no weight of its own"
+        return f"{message}: lm_head is tied to the embedding and has no weight of its own; --embedding fp8 is for both"
     return f"{message}; weights are named like {', '.join(names[:3])}"

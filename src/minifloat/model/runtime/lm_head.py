@@ -20,6 +20,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.rewrite import NEAREST, rounding_of
 from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.kernels.quantize import QuantizedRows, quantize_rows
+from minifloat.model.architecture.roles import is_embedding
 from minifloat.model.layouts import Description
 from minifloat.model.layouts.compressed_tensors import NAME as COMPRESSED_TENSORS
 from minifloat.model.layouts.inspection import format_name
@@ -52,6 +53,9 @@ def lm_head_spec(choice: str, checkpoint: Checkpoint, description: Description) 
         raise UnknownNameError("lm_head", choice, LM_HEADS)
     if choice == "bf16" or any(module.rpartition(".")[2] == _NAME for module in description.weights):
         return None
+    has_own = any(name.rpartition(".")[0].rpartition(".")[2] == _NAME for name in checkpoint.tensors)
+    if not has_own and any(is_embedding(module) for module in description.weights):  # the output layer is tied to it
+        return None
     if choice == "fp8":
         return FP8
     if rounding_of(checkpoint) != NEAREST or description.layout != COMPRESSED_TENSORS:
@@ -74,6 +78,11 @@ def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> Quantiz
         ", beside the embedding that it is tied to, which stays as it is" if tied else "",
     )
     return quantized
+
+
+def looked_up(embedding: Tensor | QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """Return an embedding as its rows are looked up: dequantized, in the dtype of the model."""
+    return (embedding if isinstance(embedding, Tensor) else embedding.dequantize(dtype)).contiguous()
 
 
 class LoadedLmHead(QuantizedLinear):

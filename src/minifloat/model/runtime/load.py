@@ -257,7 +257,9 @@ class Loader:
         sources = listing(assignment.sources)
         if assignment.converter is None:
             self.tensors.refuse_doubled(assignment.target, assignment.sources)
-        self.dequantized += [source for source in assignment.sources if source in self.tensors.quantized]
+        owner = self.model.get_submodule(assignment.target.rpartition(".")[0])
+        if not isinstance(owner, nn.Embedding):  # rows of an embedding are looked up dequantized wherever it is
+            self.dequantized += [source for source in assignment.sources if source in self.tensors.quantized]
         dtype = self.dtype_of(assignment.target)
         try:
             converted = assignment.convert(lambda source: self._read(source, dtype), self.model)
