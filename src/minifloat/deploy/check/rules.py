@@ -399,13 +399,13 @@ RULES: tuple[LoadingRule, ...] = (
     ),
     rule("vllm-fp8-layout-head", VLLM, ALL, REFUSED, weights(layout=FP8, leaves=("lm_head",))).because(
         "quant_method fp8 never quantizes lm_head: its scales have no place",
-        cure="--layout compressed-tensors with --override '^lm_head$=fp8-dynamic', or keep it: --exclude '^lm_head$'",
+        cure="--layout compressed-tensors with --lm-head fp8, or keep it: --exclude '^lm_head$'",
         source="quantization/fp8.py: Fp8Config.get_quant_method covers linears, experts and attention",
         seen=_VLLM_CPU,
     ),
     rule("vllm-head-blocks", VLLM, ALL, REFUSED, weights(Kind.FP8_BLOCK, layout=CT, leaves=("lm_head",))).because(
         "lm_head is not read in blocks of 128x128",
-        cure="--override '^lm_head$=fp8-dynamic', or keep it: --exclude '^lm_head$'",
+        cure="--lm-head fp8, or keep it: --exclude '^lm_head$'",
         source="model_executor/layers/vocab_parallel_embedding.py: weight_loader takes a row of scales for each token",
         seen=_VLLM_CPU,
     ),
@@ -496,7 +496,7 @@ RULES: tuple[LoadingRule, ...] = (
     ),
     rule("head-unquantized", (*SERVERS, *MINIFLOAT), ALL, LOADS, when.plain_head).because(
         "lm_head stays in 16 bits: it is read in full for every token",
-        cure="--override '^lm_head$=fp8-dynamic' beside another scheme; minifloat serve --lm-head fp8 does it at load",
+        cure="minifloat quantize --lm-head fp8; minifloat serve --lm-head fp8 does it at load",
         source="quantization_config of the checkpoint",
     ),
     # transformers
