@@ -38,6 +38,14 @@ def test_a_program_in_c_gets_the_products_of_a_double_loop(tmp_path: Path) -> No
     assert run(program).split() == list(library.isas)
 
 
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER}")
+def test_a_thread_multiplies_with_the_bytes_that_it_packed(tmp_path: Path) -> None:
+    program, sources = tmp_path / "cut", HEADERS.parent / "csrc" / "linear"
+    source = SOURCE.with_name("cut_program.cpp")
+    run(COMPILER, "-std=c++17", "-O2", "-DMINIFLOAT_ISA=baseline", f"-I{sources}", source, "-o", program)
+    assert run(program) == ""
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_a_build_for_this_processor_alone_has_its_fastest_instruction_set(tmp_path: Path) -> None:
     library = native.load()

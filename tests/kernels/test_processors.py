@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from minifloat.errors import UsageError
 from minifloat.kernels import processors
+from minifloat.kernels.processors import TeamOptions
 
 
 def membership(tmp_path: Path, text: str) -> Path:
@@ -104,3 +106,38 @@ def test_the_limit_is_not_that_of_the_one_processor_that_openmp_binds_the_first_
     environment = os.environ | binding | {"OMP_NUM_THREADS": "2"}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["1", "2"]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a system of two nodes with 4 processors each, of which this process may not use the last."""
+    for node, listed in {"node0": "0-1,8-9", "node1": "2-3,10-11", "node2": ""}.items():
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(f"{listed}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(11)), raising=False)
+    return tmp_path
+
+
+def test_numa_nodes_are_the_processors_that_this_process_may_use(nodes: Path) -> None:
+    first, second = frozenset({0, 1, 8, 9}), frozenset({2, 3, 10})
+    assert processors.numa_nodes("all", nodes) == [first, second]
+    assert processors.numa_nodes("1", nodes) == [second]
+    assert processors.numa_nodes("1, 0", nodes) == [second, first]
+
+
+@pytest.mark.parametrize("asked", ["2", "0,0", "x", "", "0-1"])
+def test_other_numa_nodes_are_refused_with_those_that_there_are(nodes: Path, asked: str) -> None:
+    with pytest.raises(UsageError, match="some of the nodes 0, 1"):
+        processors.numa_nodes(asked, nodes)
+
+
+def test_numa_is_refused_where_the_system_lists_no_nodes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no NUMA nodes"):
+        processors.numa_nodes("all", tmp_path)
+
+
+def test_a_team_has_at_most_the_threads_that_its_nodes_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "limit", lambda: 8)
+    monkeypatch.setattr(processors, "numa_nodes", lambda asked: [frozenset({0, 1, 2})])
+    counts = [TeamOptions(threads=threads, numa=numa).count for threads in (None, 2, 20) for numa in (None, "0")]
+    assert counts == [8, 3, 2, 2, 8, 3]

@@ -21,6 +21,7 @@ from minifloat.commands.report import add_to_report, no_report_option, require_f
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
 from minifloat.evaluate.bench.workload import BenchOptions, Workload
+from minifloat.kernels.processors import TeamOptions
 from minifloat.numerics.scheme import DEFAULT_SCHEME
 
 
@@ -54,7 +55,7 @@ class _Sizes(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     Workload,
     batch_sizes={"type": _Sizes(), "multiple": False, "default": "1,4,16", "show_default": True, "metavar": "N,N"},
 )
-@options_from(BenchOptions, only=("threads",))
+@options_from(TeamOptions)
 @click.option("--report", type=FOLDER, help="Write a report as one HTML file.")
 @no_report_option()
 @click.option("--update-card", is_flag=True, help="Write the numbers into the README.md of OUT.")

@@ -12,6 +12,7 @@ from minifloat.commands.options import MODEL, SPECULATE, env_option
 from minifloat.commands.options_from import GroupedCommand, build, options_from
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
+from minifloat.kernels.processors import TeamOptions
 from minifloat.serve import vllm_options as vllm
 from minifloat.serve.server.settings import ServerSettings
 
@@ -35,13 +36,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @options_from(
     ServerSettings,
-    without=("model_name", "api_keys", "chat_template", "max_header_bytes"),
+    without=("model_name", "api_keys", "chat_template", "max_header_bytes", "threads", "numa"),
     group="Server",
     environment=True,
     allowed_hosts={"flags": ("--allowed-host",), "metavar": "NAME"},
     max_body_bytes={"flags": ("--max-body-size",)},
     quiet={"flags": ("--quiet", "-q")},
 )
+@options_from(TeamOptions, group="Engine", environment=True)
 @options_from(EngineOptions, without=("runner", "impl"), group="Engine", environment=True, speculate=SPECULATE)
 @options_from(vllm.VllmOptions, only=vllm.ONLY_VLLM, group="vLLM", environment=True)
 @env_option("--print-command", is_flag=True, help="Print vLLM's command, and start nothing.")

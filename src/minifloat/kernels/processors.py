@@ -6,10 +6,12 @@ import ctypes
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from minifloat.errors import UsageError
+from minifloat.numerics.ranges import Count
 
 # Waking a thread costs 90 us, so idle ones spin; by default GNU's runtime spins for over ten milliseconds and then
 # takes the processor from the very thread it waits for: beside a busy process a call of 0.16 ms took 1.2 to 2.9 ms, and
@@ -24,6 +26,27 @@ _BIND_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 _MAPS = Path("/proc/self/maps")
+_NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamOptions:
+    """The threads that an engine on a CPU computes with.
+
+    Attributes:
+        threads: Threads to compute with; None: torch's.
+        numa: NUMA nodes to compute on, as 0 or 0,1 or all: the threads stay on their processors, and memory is theirs;
+            None: wherever the system runs them.
+    """
+
+    threads: Count | None = None
+    numa: str | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of threads, or the most that can run."""
+        most = limit() if self.numa is None else min(limit(), sum(map(len, numa_nodes(self.numa))))
+        return most if self.threads is None else min(self.threads, most)
 
 
 def bound_spin() -> None:
@@ -52,6 +75,33 @@ def available() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def numa_nodes(asked: str, folder: Path = _NODES) -> list[frozenset[int]]:
+    """Return the processors of NUMA nodes that this process may use; `asked`: numbers with commas between, or all."""
+    known = {int(path.name[4:]): _listed((path / "cpulist").read_text()) for path in folder.glob("node[0-9]*")}
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    nodes = {node: processors & usable for node, processors in sorted(known.items()) if processors & usable}
+    if not nodes:
+        raise UsageError("numa: this system lists no NUMA nodes, or lets no process choose its processors")
+    if asked == "all":
+        return list(nodes.values())
+    numbers = [int(number) if number.strip().isdecimal() else -1 for number in asked.split(",")]
+    if len(set(numbers)) < len(numbers) or not nodes.keys() >= set(numbers):
+        raise UsageError(f"numa: expected all, or some of the nodes {', '.join(map(str, nodes))}, got {asked!r}")
+    return [nodes[number] for number in numbers]
+
+
+def _listed(text: str) -> frozenset[int]:
+    """Return the processors of a list such as "0-3,8"."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return frozenset(number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1))
+
+
+def stay_on(processors: frozenset[int]) -> None:
+    """Let this thread, and threads that it starts from now on, run on these processors only."""
+    os.sched_setaffinity(0, processors)
+    limit.cache_clear()
 
 
 def openmp_processors() -> int:

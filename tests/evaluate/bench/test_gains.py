@@ -23,6 +23,7 @@ from minifloat.evaluate.bench.figures import GainsReport
 from minifloat.evaluate.bench.gains import bench_checkpoint
 from minifloat.evaluate.bench.worker import Worker, peak_rss
 from minifloat.evaluate.bench.workload import Workload
+from minifloat.kernels.processors import TeamOptions
 from minifloat.report import markdown
 from minifloat.report.markdown import update_card
 
@@ -124,12 +125,12 @@ def test_the_report_is_json_by_the_names_of_vllms_benchmark(report: GainsReport,
 
 def test_an_engine_that_cannot_start_raises_its_own_error_message(tmp_path: Path) -> None:
     with pytest.raises(MinifloatError, match="no config"):
-        Worker(tmp_path, {}, 1)
+        Worker(tmp_path, {}, TeamOptions(threads=1))
 
 
 @pytest.mark.full
 def test_a_killed_engine_process_is_reported_with_its_status(llama_folder: Path) -> None:
-    with Worker(llama_folder, {"max_model_len": 16}, 1) as worker:
+    with Worker(llama_folder, {"max_model_len": 16}, TeamOptions(threads=1)) as worker:
         worker._process.kill()
         with pytest.raises(MinifloatError, match="ended with status -9; the system was short of memory"):
             worker.state()

@@ -28,6 +28,7 @@ ONLY_MINIFLOAT = {
     "max_connections",
     "max_num_queued_reqs",
     "max_prompt_characters",
+    "numa",
     "keep_alive_timeout",
     "read_timeout",
     "request_timeout",

@@ -25,6 +25,7 @@ from minifloat.evaluate.bench.worker import BatchTimings, Worker
 from minifloat.evaluate.bench.workload import BenchOptions, Workload
 from minifloat.kernels import native, processors
 from minifloat.kernels.memory import available_memory
+from minifloat.kernels.processors import TeamOptions
 from minifloat.kernels.speed import gpu_read_bandwidth, read_bandwidth
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ def bench_checkpoint(
         MinifloatError: An engine cannot be created, or its process ended; the message states the reason.
     """
     load, options = workload or Workload(), options or BenchOptions()
-    threads = min(options.threads or processors.limit(), processors.limit())
+    threads = options.count
+    team = TeamOptions(threads=threads, numa=options.numa)
     baseline_engine, candidate_engine = options.engines(load)
     contenders = (
-        _Contender(model_folder(baseline, revision=options.revision), baseline_engine, threads),
-        _Contender(model_folder(candidate), candidate_engine, threads),
+        _Contender(model_folder(baseline, revision=options.revision), baseline_engine, team),
+        _Contender(model_folder(candidate), candidate_engine, team),
     )
     reads = [contender.read_seconds() for contender in contenders]
     needed = sum(contender.nbytes + _OVERHEAD_BYTES for contender in contenders) + _PROBE_BYTES
@@ -104,9 +106,9 @@ def _bandwidth(gpu: torch.device | None, threads: int) -> list[float]:
 
 
 class _Contender:
-    def __init__(self, path: Path, options: EngineOptions, threads: int) -> None:
+    def __init__(self, path: Path, options: EngineOptions, team: TeamOptions) -> None:
         self.path = path
-        self._options, self._threads = options, threads
+        self._options, self._team = options, team
         with Checkpoint.open(path) as checkpoint:
             self.nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
             self._shards = sorted({checkpoint.shard_path(info.shard) for info in checkpoint.tensors.values()})
@@ -135,7 +137,7 @@ class _Contender:
 
     def turn(self, workload: Workload, number: int) -> None:
         if self._worker is None:
-            self._worker = Worker(self.path, asdict(self._options), self._threads)
+            self._worker = Worker(self.path, asdict(self._options), self._team)
             self._info = self._worker.info
             self._loads.append(self._info["load_seconds"])
             self._worker.run(workload.prompts(-1, 1, self._info["vocab_size"]), 2)  # to touch all memory once

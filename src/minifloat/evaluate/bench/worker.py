@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from minifloat.errors import MinifloatError
-from minifloat.kernels.processors import bound_spin
+from minifloat.kernels.processors import TeamOptions, bound_spin
 from minifloat.report.json_values import from_values
 
 if TYPE_CHECKING:
@@ -92,13 +92,14 @@ def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int)
 class Worker:
     """An engine in a process of its own. A context manager."""
 
-    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], threads: int | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], team: TeamOptions) -> None:
         self.path = Path(path)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         try:
-            self.info = self._ask({"path": str(path), "options": dict(options), "threads": threads})
+            values = {"threads": team.threads, "numa": team.numa}
+            self.info = self._ask({"path": str(path), "options": dict(options), "team": values})
         except BaseException:
             self.close()
             raise
@@ -171,12 +172,11 @@ def main() -> None:
         print(json.dumps(value), file=answers, flush=True)
 
     from minifloat.engine import Engine, EngineOptions
-    from minifloat.kernels.threads import set_threads
+    from minifloat.kernels.threads import set_up
 
     first = json.loads(sys.stdin.readline())
     try:
-        if first["threads"] is not None:
-            set_threads(first["threads"])
+        set_up(TeamOptions(**first["team"]))
         engine = Engine(first["path"], EngineOptions(**first["options"]))
     except MinifloatError as error:
         answer({"error": str(error)})

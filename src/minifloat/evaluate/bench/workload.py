@@ -8,6 +8,7 @@ from typing import Any
 
 from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
+from minifloat.kernels.processors import TeamOptions
 from minifloat.numerics.ranges import AtLeastTwo, Count, check_fields
 
 
@@ -42,17 +43,15 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(TeamOptions):
     """The engines of a bench.
 
     Attributes:
         engine: The candidate's engine, as far as the workload does not say; the baseline's has its device.
-        threads: Threads of each engine; None: all.
         revision: Branch, tag or commit of a baseline of the hub.
     """
 
     engine: EngineOptions = field(default_factory=EngineOptions)
-    threads: Count | None = None
     revision: str | None = None
 
     def engines(self, workload: Workload) -> tuple[EngineOptions, EngineOptions]:

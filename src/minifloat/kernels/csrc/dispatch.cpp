@@ -233,6 +233,10 @@ int32_t minifloat_abi_version(void) { return MINIFLOAT_ABI_VERSION; }
 
 void minifloat_release_threads(void) { minifloat::release(); }
 
+void minifloat_bind_threads(const uint64_t* masks, int32_t words, int32_t nodes, int32_t threads) {
+    minifloat::bind(masks, words, nodes, threads);
+}
+
 int32_t minifloat_isa_count(void) { return kIsaCount; }
 
 const char* minifloat_isa_name(int32_t isa) { return isa >= 0 && isa < kIsaCount ? isa_of(isa).name : nullptr; }

@@ -33,6 +33,24 @@ void watch_forks() {
 }
 #endif
 
+#if defined(__linux__)
+constexpr int kMostNodes = 64;
+
+struct Binding {
+    cpu_set_t processors[kMostNodes];
+    int nodes = 0, threads = 1;
+};
+Binding g_binding;  // written while no team runs
+
+void bind_this(int thread) {
+    thread_local int bound = -1;
+    const int node = (thread < g_binding.threads ? thread : g_binding.threads - 1) * g_binding.nodes / g_binding.threads;
+    if (node == bound) return;
+    sched_setaffinity(0, sizeof(cpu_set_t), &g_binding.processors[node]);
+    bound = node;
+}
+#endif
+
 void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -71,6 +89,9 @@ void parallel(int threads, Body body, void* context) {
     if (threads > Schedule::kMaxThreads) threads = Schedule::kMaxThreads;
     const auto run = [&](int thread, int count) {
         const DefaultFloatEnvironment environment;
+#if defined(__linux__)
+        if (count > 1 && spans_nodes()) bind_this(thread);
+#endif
         body(context, thread, count);
     };
 #if defined(_OPENMP)
@@ -86,6 +107,23 @@ void parallel(int threads, Body body, void* context) {
 #endif
     run(0, 1);
 }
+
+#if defined(__linux__)
+void bind(const uint64_t* masks, int words, int nodes, int threads) {
+    g_binding.threads = threads < 1 ? 1 : threads;
+    g_binding.nodes = nodes < 2 ? 0 : nodes < kMostNodes ? nodes : kMostNodes;
+    for (int node = 0; node < g_binding.nodes; ++node) {
+        CPU_ZERO(&g_binding.processors[node]);
+        for (int i = 0; i < words * 64 && i < CPU_SETSIZE; ++i)
+            if (masks[node * words + i / 64] >> i % 64 & 1) CPU_SET(i, &g_binding.processors[node]);
+    }
+}
+
+bool spans_nodes() { return g_binding.nodes > 1; }
+#else
+void bind(const uint64_t*, int, int, int) {}
+bool spans_nodes() { return false; }
+#endif
 
 int64_t nanoseconds() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();

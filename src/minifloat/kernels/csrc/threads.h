@@ -20,6 +20,13 @@ void parallel(int threads, const Function& function) {
         const_cast<void*>(static_cast<const void*>(&function)));
 }
 
+// Binds each thread t of later teams of several threads to the processors of node t * nodes / threads, one mask of
+// `words` 64-bit words for each node, processor 0 in the lowest bit of the first. Binds none for fewer than two nodes.
+void bind(const uint64_t* masks, int words, int nodes, int threads);
+
+// Whether threads are bound to several nodes.
+bool spans_nodes();
+
 // Time, for the profile of a step.
 int64_t nanoseconds();
 

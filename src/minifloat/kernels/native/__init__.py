@@ -9,7 +9,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,13 @@ class Library:
 
     def release_threads(self) -> None:
         self._cdll.minifloat_release_threads()
+
+    def bind_threads(self, nodes: Sequence[Collection[int]], threads: int) -> None:
+        """Bind thread t of `threads` to the processors of node ``t * len(nodes) // threads``; none of a single node."""
+        words = max((max(node) for node in nodes if node), default=0) // 64 + 1
+        masks = [sum(1 << cpu % 64 for cpu in node if cpu // 64 == word) for node in nodes for word in range(words)]
+        array = (ctypes.c_uint64 * len(masks))(*masks)
+        self._cdll.minifloat_bind_threads(array, words, len(nodes), threads)
 
 
 @dataclass(frozen=True)

@@ -489,6 +489,10 @@ MINIFLOAT_API int32_t minifloat_read(int32_t isa, struct minifloat_read_args* ar
 // Ends the threads that compute for the calling thread, torch's too where both use the same runtime.
 MINIFLOAT_API void minifloat_release_threads(void);
 
+// Binds thread t of every later call with several threads to the processors of node t * nodes / threads; a mask of
+// `words` words lists the processors of a node. Not while a call runs; with fewer than two nodes none is bound.
+MINIFLOAT_API void minifloat_bind_threads(const uint64_t* masks, int32_t words, int32_t nodes, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minifloat.errors import StorageError, UsageError
+from minifloat.kernels.processors import TeamOptions
 from minifloat.numerics.ranges import Bytes, Count, Natural, NonNegative, Port, Positive, check_fields
 
 _MIB = 1 << 20
@@ -23,8 +24,8 @@ _MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Name, address, keys and limits of a server.
+class ServerSettings(TeamOptions):
+    """Name, address, keys, limits and threads of a server.
 
     Attributes:
         model_name: Name of the model in requests.
@@ -45,7 +46,6 @@ class ServerSettings:
         write_timeout: Seconds for a client to take 64 KiB of its answer, or all that is written of it.
         request_timeout: Seconds from the arrival of a request to the end of its answer.
         shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
-        threads: Threads to compute with; None: torch's.
         quiet: Whether to log warnings only, not every request.
     """
 
@@ -65,7 +65,6 @@ class ServerSettings:
     write_timeout: Positive = 30.0
     request_timeout: Positive = 600.0
     shutdown_timeout: NonNegative = 30.0
-    threads: Count | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:

@@ -43,10 +43,9 @@ def serve_checkpoint(
         with starting():
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.
             from minifloat.engine import AsyncEngine, Engine
-            from minifloat.kernels.threads import set_threads
+            from minifloat.kernels.threads import set_up
 
-            if settings.threads is not None:
-                set_threads(settings.threads)
+            set_up(settings)
             with importing("minifloat.serve.server.app"):
                 loaded = Engine(path, options, revision=revision, grammars=True)
             from minifloat.serve.server.app import serve

@@ -2,6 +2,7 @@
 // is computed by one thread from its first column to its last, so the bits do not depend on the number of threads.
 #include "../threads.h"
 #include "convert.h"
+#include "cut.h"
 #include "path.h"
 
 namespace MINIFLOAT_ISA {
@@ -29,60 +30,50 @@ struct Job {
     const Path* path;
     uint8_t* prepared;
     bool prepares;         // whether this job prepares the input, or shares the input of another job
-    int64_t first_piece;
     int64_t piece_panels;
-    int64_t pieces;
 };
 
 struct Call {
     Job* jobs;
     int64_t count;
     int64_t prepared_bytes;
-    int64_t pieces;
-    int threads;
+    Pieces pieces;
 };
 
 int64_t align(int64_t bytes) { return round_up(bytes, kVectorBytes); }
 
-// Cuts the work into pieces and returns the number of threads that it is worth.
+// Cuts the work into pieces, for as many threads as it is worth. All threads of a team that spans NUMA nodes take part:
+// the first of them would be on the first node.
 void cut(Call& call, int threads) {
     int64_t work = 0;
     for (int64_t i = 0; i < call.count; ++i) {
         const Job& job = call.jobs[i];
         work += job.weight.panels * job.weight.panel_bytes * (1 + job.x.m / 8);
     }
-    call.threads = static_cast<int>(max<int64_t>(1, min<int64_t>(threads, work / kBytesPerThread)));
-    call.threads = min(call.threads, int{minifloat::Schedule::kMaxThreads});
+    int64_t worth = work / kBytesPerThread;
+    if (worth > 1 && minifloat::spans_nodes()) worth = threads;
+    const int team = static_cast<int>(max<int64_t>(1, min<int64_t>(threads, worth)));
+    call.pieces = {min(team, int{minifloat::Schedule::kMaxThreads}), call.count, 1};
     for (int64_t i = 0; i < call.count; ++i) {
         Job& job = call.jobs[i];
         const Weight& w = job.weight;
         const int64_t by_size = max(kBytesPerPiece / w.panel_bytes, job.path->piece_panels);
         const bool small = job.path->piece_panels <= kSmallPiecePanels;
-        const int pieces = call.threads * (small ? kPiecesPerThread : kLargePiecesPerThread);
+        const int pieces = call.pieces.threads * (small ? kPiecesPerThread : kLargePiecesPerThread);
         const int64_t by_count = w.panels * call.count / pieces;
         job.piece_panels = max(small ? job.path->piece_panels : 1, min(by_size, by_count));
         // Whole groups of panels, of which more threads get equally many.
         if (job.piece_panels > job.path->piece_panels) job.piece_panels -= job.piece_panels % job.path->piece_panels;
-        job.pieces = ceil_div(w.panels, job.piece_panels);
-        job.first_piece = call.pieces;
-        call.pieces += job.pieces;
+        const int64_t most = 2 * ceil_div(ceil_div(w.panels, 2), call.pieces.threads);  // panels of a thread
+        call.pieces.per_job = max(call.pieces.per_job, ceil_div(most, job.piece_panels));
     }
 }
 
 bool run_piece(const Call& call, int64_t piece) {
-    int64_t low = 0, high = call.count - 1;  // the last job that starts at or before the piece
-    while (low < high) {
-        const int64_t middle = (low + high + 1) / 2;
-        if (call.jobs[middle].first_piece <= piece) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    const Job& job = call.jobs[low];
-    const int64_t first = (piece - job.first_piece) * job.piece_panels;
-    const int64_t last = min(first + job.piece_panels, job.weight.panels);
-    return job.path->multiply(job.weight, job.x, job.prepared, job.y, first, last);
+    const Job& job = call.jobs[call.pieces.job(piece)];
+    const Panels panels = call.pieces.panels_of_piece(piece, job.weight.panels, job.piece_panels);
+    if (panels.first == panels.last) return true;
+    return job.path->multiply(job.weight, job.x, job.prepared, job.y, panels.first, panels.last);
 }
 
 void prepare(const Call& call, int part, int parts) {
@@ -98,9 +89,9 @@ int32_t run(Call& call, int threads) {
     minifloat::Barrier barrier;
     const bool alone = call.prepared_bytes <= kBytesAlone;
     if (alone) minifloat::parallel(1, [&](int, int) { prepare(call, 0, 1); });  // in the environment of the threads
-    schedule.reset(call.pieces, call.threads);
+    schedule.reset(call.pieces.count(), call.pieces.threads);
     int32_t failed = 0;
-    minifloat::parallel(call.threads, [&](int thread, int count) {
+    minifloat::parallel(call.pieces.threads, [&](int thread, int count) {
         if (!alone) {
             prepare(call, thread, count);
             barrier.wait(count);
@@ -168,7 +159,7 @@ int32_t run_wave(const minifloat_moe_args& a, int32_t begin, int32_t end, int64_
     const int64_t job_bytes = align((end - begin) * static_cast<int64_t>(sizeof(Job)));
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + bytes));
     if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
-    Call call = {reinterpret_cast<Job*>(memory), 0, 0, 0, 1};
+    Call call = {reinterpret_cast<Job*>(memory), 0, 0, {}};
     memory += job_bytes;
     const int size = dtype_bytes(a.x_dtype);
     const int64_t x_stride = a.x_stride * size, y_stride = a.y_stride * size;
@@ -185,7 +176,7 @@ int32_t run_wave(const minifloat_moe_args& a, int32_t begin, int32_t end, int64_
         uint8_t* prepared = shares ? before->prepared : memory + call.prepared_bytes;
         if (!shares) call.prepared_bytes += prepared_bytes(a, e);
         const Path& path = choose_path(w, m, a.x_dtype, allowed_by(a));
-        call.jobs[call.count++] = {w, in, out, &path, prepared, !shares, 0, 0, 0};
+        call.jobs[call.count++] = {w, in, out, &path, prepared, !shares, 0};
     }
     return call.count == 0 ? static_cast<int32_t>(MINIFLOAT_OK) : run(call, a.threads);
 }
@@ -197,7 +188,7 @@ int32_t linear(const minifloat_linear_args& a) {
     if (status != MINIFLOAT_OK || a.m == 0) return status;
     const Weight first = view_of(a.weights[0]);
     const Path& path = choose_path(first, a.m, a.x_dtype, allowed_by(a));
-    Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), 0, 1};
+    Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), {}};
     const int64_t job_bytes = align(a.count * static_cast<int64_t>(sizeof(Job)));
     const int64_t bytes_needed = job_bytes + call.prepared_bytes;
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, bytes_needed));
@@ -210,7 +201,7 @@ int32_t linear(const minifloat_linear_args& a) {
         const Weight w = view_of(a.weights[i]);
         const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[i]) : nullptr;
         const Output out = {y, a.y_stride * bytes, a.x_dtype, bias, a.bias_dtype};
-        call.jobs[i] = {w, x, out, &path, memory + job_bytes, i == 0, 0, 0, 0};
+        call.jobs[i] = {w, x, out, &path, memory + job_bytes, i == 0, 0};
         y += w.rows * bytes;
     }
     return run(call, a.threads);

@@ -1,7 +1,8 @@
 // Packs weights from the order of checkpoints into the order of layout.h, and unpacks them. The thread that packs a
-// panel will also read it, so that its pages are on the NUMA node of this thread.
+// panel will also read it (cut.h), so that its pages are on the NUMA node of this thread.
 #include "../vec.h"
 #include "../threads.h"
+#include "cut.h"
 #include "layout.h"
 
 namespace MINIFLOAT_ISA {
@@ -278,13 +279,9 @@ void unpack_panel(const Source& s, const Weight& w, int64_t p) {
 
 template <class Function>
 void for_panels(int64_t panels, int threads, const Function& function) {
-    minifloat::Schedule schedule;
-    if (threads > panels) threads = static_cast<int>(panels);
-    if (threads < 1) threads = 1;
-    if (threads > minifloat::Schedule::kMaxThreads) threads = minifloat::Schedule::kMaxThreads;
-    schedule.reset(panels, threads);
-    minifloat::parallel(threads, [&](int thread, int) {
-        for (int64_t p = schedule.next(thread); p >= 0; p = schedule.next(thread)) function(p);
+    minifloat::parallel(threads < 1 ? 1 : threads, [&](int thread, int count) {
+        const Panels mine = panels_of(panels, count, thread);
+        for (int64_t p = mine.first; p < mine.last; ++p) function(p);
     });
 }
 
