@@ -82,11 +82,12 @@ def scores_of(pair: list[str], scores: Path, max_tokens: int) -> dict[str, np.nd
     if not scores.exists():
         from minifloat.evaluate.compare.models import common_tokenizer
         from minifloat.evaluate.compare.options import CompareOptions
-        from minifloat.evaluate.compare.run import cut_text, open_models
+        from minifloat.evaluate.compare.run import cut_text, open_models, opened
         from minifloat.evaluate.compare.scoring import ModelsPass
 
         options = CompareOptions(max_tokens=max_tokens)
-        models = open_models(pair[0], [pair[1]], options, [])
+        with opened(pair[0], [pair[1]], options) as checkpoints:
+            models = open_models(pair[0], [pair[1]], options, [], checkpoints)
         corpus = cut_text([pair[2]], models, common_tokenizer(models), options)
         scoring = ModelsPass(models[0], models[1:], corpus)
         scoring.run()

@@ -1,5 +1,6 @@
 """Greedy continuations: those of transformers, end tokens, NaN logits, and where two continuations differ."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -109,8 +110,8 @@ def test_generation_stops_when_all_continuations_have_ended(model: Any) -> None:
 
 def test_progress_counts_tokens_over_batches(model: Any) -> None:
     calls: list[int] = []
-    generate_greedy(model, prompts(18), 2, ends=(), progress=lambda done, total, what: calls.append(done))
-    assert calls == [16, 32, 34, 36, 36]
+    generate_greedy(model, prompts(34), 2, ends=(), progress=lambda done, total, what: calls.append(done))
+    assert calls == [32, 64, 66, 68, 68]
 
 
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ def broken(model: Any, row: int, calls: set[int]) -> Any:
 
 
 def test_the_error_for_a_nan_logit_names_the_prompt_and_the_token(llama_folder: Path) -> None:
-    with pytest.raises(NonFiniteError, match="logits: NaN or Inf where token 1 after prompt 17 is chosen"):
-        generate_greedy(broken(opened(llama_folder), 1, {4}), prompts(18), 3, ends=())
+    with pytest.raises(NonFiniteError, match="logits: NaN or Inf where token 1 after prompt 33 is chosen"):
+        generate_greedy(broken(opened(llama_folder), 1, {4}), prompts(34), 3, ends=())
 
 
 def test_nan_logits_of_a_continuation_that_has_ended_are_ignored(llama_folder: Path, model: Any) -> None:
@@ -251,3 +252,16 @@ def test_each_prompt_needs_both_continuations(tokenizer: Any) -> None:
         greedy_divergence(tokenizer, [[1], [2]], [(1,), (1,)], [(1,)], 4)
     with pytest.raises(UsageError, match="0 prompts"):
         greedy_divergence(tokenizer, [], [], [], 4)
+
+
+def test_thirty_two_prompts_are_one_batch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    forward = type(model).forward
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        batches.append(len(named["input_ids"]))
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(type(model), "forward", functools.wraps(forward)(counted))
+    generate_greedy(model, prompts(32), 3)
+    assert batches == [32] * 3

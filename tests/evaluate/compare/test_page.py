@@ -121,6 +121,14 @@ def test_an_undecided_verdict_says_how_many_tokens_would_decide() -> None:
         assert any(more <= count < 1.1 * more for count in said)
 
 
+def test_more_text_than_anybody_scores_is_not_asked_for() -> None:
+    candidate = judged_candidate(make_summary(perplexity_ratio=around(1.0105, 0.0095)))
+    ((_, text),) = boxes(sections(make_comparison(candidate))[SAME])
+    assert (candidate.verdict.unmet[0].tokens_needed or 0) > 2_000_000
+    assert "no practical amount of text would decide, because it would take more than 1,000,000 tokens" in text
+    assert "more tokens of fresh text" not in text
+
+
 def test_an_interrupted_run_is_marked_before_the_verdict() -> None:
     (kind, text), *others = boxes(sections(make_comparison(tokens_done=12_000))[SAME])
     assert kind == "box warning"

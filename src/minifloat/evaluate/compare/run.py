@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import itertools
 import logging
 import os
 import platform
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,7 @@ from minifloat.errors import MinifloatError, UsageError
 from minifloat.evaluate.compare.attribution import attribute
 from minifloat.evaluate.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.evaluate.compare.generation import greedy_divergence
+from minifloat.evaluate.compare.memory import RecordedModel, fits_together, prompts_of
 from minifloat.evaluate.compare.metrics import concatenate
 from minifloat.evaluate.compare.models import EngineModel, Model, ModelLike, ModelRecord, common_tokenizer
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, Tolerance
@@ -76,7 +79,8 @@ def compare_models(
     with quantized weights alone, which is what servers without FP8 hardware compute. Each run is a candidate of its
     own.
 
-    All models run at the same time: in minifloat's engine where its decoders cover them all, else by transformers' code
+    All models run at the same time, or one after the other where they do not fit into memory together. They run in
+    minifloat's engine where its decoders cover them all, else by transformers' code
     (`minifloat.evaluate.compare.models` says when).
 
     After at least one batch of every text, Ctrl-C makes the function return the results so far (`Comparison.partial`).
@@ -87,7 +91,8 @@ def compare_models(
         data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
             a ``#``. By default the two short texts that come with minifloat.
         options: How the models run, and what is measured; None: `CompareOptions()`.
-        progress: Called after each batch with tokens done, tokens in total, and the name of the text.
+        progress: Called before the models are loaded, with the memory that they take, and after each batch with tokens
+            done, tokens in total, and the name of the text.
 
     Raises:
         UsageError: If two models have different vocabularies, if a text or window cannot be used, or if `resume` is a
@@ -107,7 +112,12 @@ def compare_models(
     sources = as_sources(data)
     tasks = Tasks(options.tasks, options.task_path) if options.tasks else None
     notes: list[str] = []
-    models = open_models(baseline, candidates, options, notes)
+    with opened(baseline, candidates, options) as checkpoints:
+        known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+        if len(known) == len(checkpoints) and not fits_together(known, options.device, progress):
+            names = [str(model) for model in (baseline, *candidates)]
+            return _OneAtATime(names, known, sources, options, notes, progress).run()
+        models = open_models(baseline, candidates, options, notes, checkpoints)
     tokenizer = common_tokenizer(models)
     corpus = cut_text(sources, models, tokenizer, options)
     scoring = ModelsPass(models[0], models[1:], corpus)
@@ -243,26 +253,37 @@ def _machine() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- models
 
 
-def open_models(
-    baseline: ModelLike, candidates: Sequence[ModelLike], options: CompareOptions, notes: list[str]
-) -> list[Model]:
-    """Return the baseline, then each candidate as declared and, if the options request them, its other variants."""
+@contextlib.contextmanager
+def opened(
+    baseline: ModelLike, candidates: Sequence[ModelLike], options: CompareOptions
+) -> Iterator[list[Checkpoint | None]]:
+    """Open the checkpoint of each model; None for one that is loaded."""
     with ExitStack() as stack:
-        opened = [
+        yield [
             None
             if isinstance(model, PreTrainedModel)
             else stack.enter_context(Checkpoint.open(model_folder(model, revision=None if at else options.revision)))
             for at, model in enumerate((baseline, *candidates))
         ]
-        checkpoints = [checkpoint for checkpoint in opened if checkpoint is not None]
-        reason = "a model is loaded already" if len(checkpoints) < len(opened) else _why_no_engine(checkpoints, options)
-        if not reason:
-            try:
-                return _in_engines([str(model) for model in (baseline, *candidates)], checkpoints, options)
-            except UsageError as error:  # if it is about the options, transformers' way ends with it too
-                reason = str(error)
-        _LOG.info("transformers' code runs the models: %s", reason)
-        return [*open_in_transformers(baseline, candidates, options, notes, opened)]
+
+
+def open_models(
+    baseline: ModelLike,
+    candidates: Sequence[ModelLike],
+    options: CompareOptions,
+    notes: list[str],
+    checkpoints: Sequence[Checkpoint | None],
+) -> list[Model]:
+    """Return the baseline, then each candidate as declared and, if the options request them, its other variants."""
+    known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+    reason = "a model is loaded already" if len(known) < len(checkpoints) else _why_no_engine(known, options)
+    if not reason:
+        try:
+            return _in_engines([str(model) for model in (baseline, *candidates)], known, options)
+        except UsageError as error:  # if it is about the options, transformers' way ends with it too
+            reason = str(error)
+    _LOG.info("transformers' code runs the models: %s", reason)
+    return [*open_in_transformers(baseline, candidates, options, notes, checkpoints)]
 
 
 def _why_no_engine(checkpoints: Sequence[Checkpoint], options: CompareOptions) -> str:
@@ -275,8 +296,16 @@ def _why_no_engine(checkpoints: Sequence[Checkpoint], options: CompareOptions) -
 
 
 def _in_engines(names: Sequence[str], checkpoints: Sequence[Checkpoint], options: CompareOptions) -> list[Model]:
+    models: list[Model] = [EngineModel(names[0], checkpoints[0], _unrounded(checkpoints[0], options))]
+    for name, checkpoint in list(zip(names, checkpoints, strict=True))[1:]:
+        models += _candidate_in_engine(name, checkpoint, options)
+    return models
+
+
+def _unrounded(checkpoint: Checkpoint, options: CompareOptions) -> EngineOptions:
+    """Return the options of an engine that rounds neither keys and values nor the output layer."""
     is_long = options.window is not None and options.window > _SHORT_WINDOW
-    common = EngineOptions(
+    return EngineOptions(
         device=options.device,
         dtype=options.dtype,
         max_model_len=options.window if is_long else None,
@@ -285,15 +314,17 @@ def _in_engines(names: Sequence[str], checkpoints: Sequence[Checkpoint], options
         lm_head="bf16",
         runner="native" if options.device == "cpu" else "device",
         impl=options.impl,
+        kv_cache_dtype=_plain_cache(checkpoint, options),
     )
-    plain = [replace(common, kv_cache_dtype=_plain_cache(checkpoint, options)) for checkpoint in checkpoints]
-    models: list[Model] = [EngineModel(names[0], checkpoints[0], plain[0])]
-    for name, checkpoint, unrounded in list(zip(names, checkpoints, plain, strict=True))[1:]:
-        unrounded = replace(unrounded, lm_head=options.lm_head, activations=options.activations)
-        cache = unrounded.kv_cache_dtype if options.kv_cache == "none" else options.kv_cache
-        models.append(EngineModel(name, checkpoint, replace(unrounded, kv_cache_dtype=cache)))
-        if options.variants and models[-1].record.kv_cache is not None:
-            models.append(EngineModel(f"{name} (KV cache not rounded)", checkpoint, unrounded))
+
+
+def _candidate_in_engine(name: str, checkpoint: Checkpoint, options: CompareOptions) -> list[Model]:
+    """Return a candidate as declared and, if the options request it, without rounded keys and values."""
+    unrounded = replace(_unrounded(checkpoint, options), lm_head=options.lm_head, activations=options.activations)
+    cache = unrounded.kv_cache_dtype if options.kv_cache == "none" else options.kv_cache
+    models: list[Model] = [EngineModel(name, checkpoint, replace(unrounded, kv_cache_dtype=cache))]
+    if options.variants and models[-1].record.kv_cache is not None:
+        models.append(EngineModel(f"{name} (KV cache not rounded)", checkpoint, unrounded))
     return models
 
 
@@ -314,23 +345,33 @@ def open_in_transformers(
 ) -> list[TransformersModel]:
     """Load the models as transformers models, from checkpoints that are open if there are any, as `open_models`."""
     checkpoints = [None] * (1 + len(candidates)) if opened is None else opened
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    load = LoadOptions(dtype=dtype, device=options.device, impl=options.impl, weight_only=options.weight_only)
-    own = replace(load, lm_head=options.lm_head, activations=options.activations)
-    models = [TransformersModel.of(baseline, load, options.revision, checkpoint=checkpoints[0])]
+    revision = options.revision
+    models = [TransformersModel.of(baseline, _load_options(options), revision, checkpoint=checkpoints[0])]
     for candidate, checkpoint in zip(candidates, checkpoints[1:], strict=True):
-        scales = options.kv_cache != "none"
-        model = TransformersModel.of(candidate, own, read_kv_scales=scales, checkpoint=checkpoint)
-        if isinstance(candidate, PreTrainedModel):
-            models.append(model)
-            continue
-        new_cache = _new_cache(model, options, notes)
-        models.append(model if new_cache is None else model.variant(model.name, new_cache=new_cache))
-        if options.variants and new_cache is not None:
-            models.append(model.variant(f"{model.name} (KV cache not rounded)"))
-        if options.variants and model.quantizes_inputs():
-            models.append(model.variant(f"{model.name} (weights only)", weight_only=True))
+        models += _candidate_in_transformers(candidate, checkpoint, options, notes)
     match_experts_implementation(models)
+    return models
+
+
+def _load_options(options: CompareOptions) -> LoadOptions:
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    return LoadOptions(dtype=dtype, device=options.device, impl=options.impl, weight_only=options.weight_only)
+
+
+def _candidate_in_transformers(
+    candidate: ModelLike, checkpoint: Checkpoint | None, options: CompareOptions, notes: list[str]
+) -> list[TransformersModel]:
+    """Return a candidate as declared and, if the options request them, its other variants."""
+    own = replace(_load_options(options), lm_head=options.lm_head, activations=options.activations)
+    model = TransformersModel.of(candidate, own, read_kv_scales=options.kv_cache != "none", checkpoint=checkpoint)
+    if isinstance(candidate, PreTrainedModel):
+        return [model]
+    new_cache = _new_cache(model, options, notes)
+    models = [model if new_cache is None else model.variant(model.name, new_cache=new_cache)]
+    if options.variants and new_cache is not None:
+        models.append(model.variant(f"{model.name} (KV cache not rounded)"))
+    if options.variants and model.quantizes_inputs():
+        models.append(model.variant(f"{model.name} (weights only)", weight_only=True))
     return models
 
 
@@ -345,6 +386,90 @@ def _new_cache(model: TransformersModel, options: CompareOptions, notes: list[st
             raise
         notes.append(f"{model.name}: keys and values are not rounded: {error}")
         return None
+
+
+# ------------------------------------------------------------------------------------------------- one after the other
+
+
+@dataclass
+class _OneAtATime:
+    """A comparison of models that do not fit into memory together: the baseline's logits are written down first."""
+
+    names: list[str]
+    checkpoints: list[Checkpoint]
+    sources: Sequence[SourceLike]
+    options: CompareOptions
+    notes: list[str]
+    progress: Progress | None
+
+    def run(self) -> Comparison:
+        reason = _why_no_engine(self.checkpoints, self.options)
+        wanted = {"--variants": self.options.variants, "--tasks": self.options.tasks, "--resume": self.options.resume}
+        wanted["--attribute"] = self.options.attribute
+        for name in (name for name, given in wanted.items() if given):
+            raise UsageError(f"{name} needs all models in memory at once, where they do not fit: leave it out")
+        if not reason:
+            try:
+                return self._run(in_engine=True)
+            except UsageError as error:
+                reason = str(error)
+        _LOG.info("transformers' code runs the models: %s", reason)
+        return self._run(in_engine=False)
+
+    def _run(self, *, in_engine: bool) -> Comparison:
+        started, results = time.perf_counter(), []
+        with tempfile.TemporaryDirectory(prefix="minifloat-compare-") as folder:
+            baseline, corpus, tokenizer = self._record_baseline(Path(folder), in_engine)
+            for number in range(1, len(self.names)):
+                scoring, result = self._score(number, baseline, corpus, tokenizer, in_engine)
+                results.append(result)
+                if scoring.done < scoring.total:  # interrupted
+                    break
+        seconds = time.perf_counter() - started
+        notes = [*self.notes, "the models do not fit into memory together, and ran one after the other"]
+        return assembled(scoring, baseline.record, results, seconds=seconds, command=self.options.command, notes=notes)
+
+    def _score(
+        self,
+        number: int,
+        baseline: RecordedModel,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        in_engine: bool,
+    ) -> tuple[ModelsPass, CandidateResult]:
+        """Return the pass of a candidate without its model, which is not in memory afterwards, and the result."""
+        models = [baseline, self._open(number, in_engine)]
+        common_tokenizer(models)
+        scoring = ModelsPass(baseline, models[1:], corpus)
+        scoring.run_until_interrupted(self.progress)
+        result = judged(scoring, 0, models[1].record, tokenizer, self.options.tolerance)
+        if scoring.done == scoring.total:
+            sources = [self.names[0], self.names[number]]
+            extra = _ExtraMeasurements(models, sources, corpus, tokenizer, self.options, self.progress, self.notes)
+            [result] = extra.add_to([result], None)
+        scoring.drop_candidates()
+        return scoring, result
+
+    def _record_baseline(self, folder: Path, in_engine: bool) -> tuple[RecordedModel, Corpus, PreTrainedTokenizerBase]:
+        model = self._open(0, in_engine)
+        tokenizer = common_tokenizer([model])
+        corpus = cut_text(self.sources, [model], tokenizer, self.options)
+        recorded = RecordedModel(model, folder)
+        recorded.write(model, corpus, self.progress)
+        prompts = prompts_of(corpus, self.options.prompts, _PROMPT_TOKENS)
+        if prompts:
+            recorded.answer(model, prompts, self.options.new_tokens, self.progress)
+        return recorded, corpus, tokenizer
+
+    def _open(self, number: int, in_engine: bool) -> Model:
+        name, checkpoint, options = self.names[number], self.checkpoints[number], self.options
+        if in_engine and number:
+            return _candidate_in_engine(name, checkpoint, options)[0]
+        if in_engine:
+            return EngineModel(name, checkpoint, _unrounded(checkpoint, options))
+        if number:
+            return _candidate_in_transformers(name, checkpoint, options, self.notes)[0]
+        return TransformersModel.of(name, _load_options(options), options.revision, checkpoint=checkpoint)
 
 
 # ------------------------------------------------------------------------------------------------- more measurements
@@ -384,18 +509,14 @@ class _ExtraMeasurements:
             self.notes.append(f"{measurement}: {error}")
 
     def _generate(self, results: list[CandidateResult]) -> None:
-        prompts, length = self._prompts(), self.options.new_tokens
+        prompts = prompts_of(self.corpus, self.options.prompts, _PROMPT_TOKENS)
+        length = self.options.new_tokens
         if not prompts:
             return
         by_model = [model.generate(prompts, length, self.progress) for model in self.models]
         for index, by_candidate in enumerate(by_model[1:]):
             divergence = greedy_divergence(self.tokenizer, prompts, by_model[0], by_candidate, length)
             results[index] = replace(results[index], generation=divergence)
-
-    def _prompts(self) -> list[list[int]]:
-        batches = [batch for batch in self.corpus.batches if batch.ids.shape[1] >= _PROMPT_TOKENS]
-        rows = itertools.chain.from_iterable(batch.ids[:, :_PROMPT_TOKENS].tolist() for batch in batches)
-        return list(itertools.islice(rows, self.options.prompts))
 
     def _run_tasks(self, results: list[CandidateResult], tasks: Tasks) -> None:
         runs = []

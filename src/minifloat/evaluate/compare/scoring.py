@@ -112,22 +112,23 @@ class ScoringPass(ABC):
     def refuse_nan(self, model: Model, nll: FloatArray) -> None:
         """Raise the NonFiniteError of a model if its scores hold NaN."""
         if np.isnan(nll).any():
-            raise self._first_nan(model)
+            raise first_nan(model, self.corpus)
 
-    def _first_nan(self, model: Model) -> NonFiniteError:
-        """Return the error that names the first token, in the order of the text, with NaN or Inf logits."""
-        for text in self.corpus.texts:
-            for window in text.windows:
-                ids = torch.tensor([[*self.corpus.prefix, *window.ids.tolist()]])
-                total = torch.cat([rows.logsumexp(-1) for rows in model.logits(ids)])
-                if not bool(total.isfinite().all()):
-                    token = window.start + int((~total.isfinite()).nonzero()[0]) + 1 - len(self.corpus.prefix)
-                    document = f" in document {window.document}" if text.documents > 1 else ""
-                    return NonFiniteError(
-                        f"logits of {model.name}",
-                        f"NaN or Inf where token {token}{document} of {text.name} is predicted",
-                    )
-        return NonFiniteError(f"logits of {model.name}", "NaN or Inf, but not when its windows are run alone")
+
+def first_nan(model: Model, corpus: Corpus) -> NonFiniteError:
+    """Return the error that names the first token, in the order of the text, with NaN or Inf logits."""
+    for text in corpus.texts:
+        for window in text.windows:
+            ids = torch.tensor([[*corpus.prefix, *window.ids.tolist()]])
+            total = torch.cat([rows.logsumexp(-1) for rows in model.logits(ids)])
+            if not bool(total.isfinite().all()):
+                token = window.start + int((~total.isfinite()).nonzero()[0]) + 1 - len(corpus.prefix)
+                document = f" in document {window.document}" if text.documents > 1 else ""
+                return NonFiniteError(
+                    f"logits of {model.name}",
+                    f"NaN or Inf where token {token}{document} of {text.name} is predicted",
+                )
+    return NonFiniteError(f"logits of {model.name}", "NaN or Inf, but not when its windows are run alone")
 
 
 def slabs(elements: int, steps: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -144,6 +145,10 @@ class ModelsPass(ScoringPass):
     def __init__(self, baseline: Model, candidates: Sequence[Model], corpus: Corpus) -> None:
         super().__init__(baseline, len(candidates), corpus)
         self._models = (baseline, *candidates)
+
+    def drop_candidates(self) -> None:
+        """Drop the candidates themselves, whose scores stay."""
+        self._models = self._models[:1]
 
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         tokens, parts = BatchTokens(batch), [list[TokenScores]() for _ in self._models[1:]]

@@ -29,7 +29,7 @@ from minifloat.evaluate.compare.metrics import FloatArray, TokenScores, concaten
 from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, ServedRecord, common_tokenizer
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, ServedOptions
 from minifloat.evaluate.compare.result import Comparison
-from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models
+from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models, opened
 from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass, slabs
 from minifloat.kernels.divergence import TOP_K, Distribution
 from minifloat.model.runtime.templates import apply_chat_template
@@ -85,7 +85,8 @@ def compare_served(
     sources = as_sources(data)
     connection = Connection(url, settings.api_key)
     listed = connection.listed_model(settings.model)  # reports a missing server before the model is loaded
-    (model,) = open_models(baseline, (), CompareOptions(**shared), [])
+    with opened(baseline, (), CompareOptions(**shared)) as checkpoints:
+        (model,) = open_models(baseline, (), CompareOptions(**shared), [], checkpoints)
     tokenizer = common_tokenizer([model])
     served = ServedModel(connection, str(listed["id"]), tokenizer)
     _check_tokenizer(served, url, tokenizer)

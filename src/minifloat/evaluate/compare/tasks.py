@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.readers import first_line
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, UnknownNameError, UsageError
-from minifloat.evaluate.compare.intervals import Estimate, paired_mean_interval, percentile_interval
+from minifloat.evaluate.compare.distributions import binomial_ends
+from minifloat.evaluate.compare.intervals import CONFIDENCE, Estimate, paired_mean_interval, percentile_interval
 from minifloat.evaluate.compare.models import EngineModel, Model
 from minifloat.evaluate.compare.transformers_model import TransformersModel
 
@@ -254,6 +255,11 @@ def _difference(
         interval = paired_mean_interval(np.concatenate(weighted), np.ones(total))
     else:
         interval = Estimate(candidate.score - baseline.score, math.nan, math.nan)
+    if right_or_wrong and interval.known and not more + less:
+        # Equal on every item sampled is not equal on all: the most items that may differ, either way (rule of three).
+        rows = min(map(len, changes)) * len(changes) if by_size is False else total
+        most = binomial_ends(0, rows, (1 - CONFIDENCE) / 2)[1]
+        interval = Estimate(0.0, -most, most)
     kept = (candidate.score, baseline.score) if higher else (baseline.score, candidate.score)
     return TaskDifference(
         task=name,

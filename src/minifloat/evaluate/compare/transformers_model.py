@@ -62,7 +62,7 @@ _TRIAL, _TRIAL_PIECE = 48, 20
 #: Largest difference of logits in the trial, relative to the largest one; rounding alone makes far less.
 _TRIAL_TOLERANCE = 1e-2
 #: Prompts in a batch. Constant, because kernels may sum in another order for another number of rows.
-_BATCH = 16
+_BATCH = 32
 _ACTIVITY = "generation"
 #: Function without arguments that returns an empty cache for one batch.
 CacheFactory = Callable[[], Any]

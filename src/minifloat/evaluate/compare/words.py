@@ -103,6 +103,10 @@ def _within_margin_text(verdict: Verdict) -> str:
     return f", {len(within)} of {len(verdict.checks)} within {margin}: {first}{more}"
 
 
+#: Nobody scores more tokens to decide: hours on a processor with small models.
+_MOST_TOKENS = 1_000_000
+
+
 def verdict_count(candidate: CandidateResult) -> str:
     """Return the verdict and the number of checks with the same outcome."""
     verdict = candidate.verdict
@@ -133,6 +137,11 @@ def check_text(check: Check) -> str:
     if check.tokens_needed is None:
         return f"{text}: {_nearness(check)}; without a margin no number of tokens would decide"
     more = _rounded(max(check.tokens_needed - check.tokens, 1))
+    if more > _MOST_TOKENS:
+        return (
+            f"{text}: {_nearness(check)}; no practical amount of text would decide, because it would take more than "
+            f"{_MOST_TOKENS:,} tokens"
+        )
     return f"{text}: {_nearness(check)}; about {more:,} more tokens of fresh text would decide"
 
 
