@@ -183,3 +183,10 @@ def test_without_data_a_small_model_is_told_what_is_known(llama: Path, tmp_path:
 def test_a_large_model_is_told_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_SMALL", 1000)
     assert not any("Nothing was measured" in note for note in preview_quantization(llama, tmp_path / "none").notes)
+
+
+def test_a_dry_run_with_text_says_what_may_change(llama: Path, tmp_path: Path) -> None:
+    for scheme, told in ((None, True), ("fp8-dynamic", False)):
+        notes = preview_quantization(llama, tmp_path / "none", scheme, calibrates=True).notes
+        assert any("measures what fp8-dynamic costs by rounding inputs" in note for note in notes) is told
+        assert not any("Nothing was measured" in note for note in notes)

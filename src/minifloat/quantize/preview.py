@@ -109,8 +109,7 @@ def preview_quantization(
             plan, notes = planner.chosen(wanted)
         else:
             plan, notes = _within_budget(planner, wanted, options.budget)
-        if not calibrates:
-            notes = (*notes, *planner.unmeasured(wanted, plan))
+        notes = (*notes, *(_measured_later(wanted, plan) if calibrates else planner.unmeasured(wanted, plan)))
         run = planner.run(plan, notes, calibration, calibrates=calibrates)
         return QuantizePreview(
             str(source),
@@ -123,6 +122,16 @@ def preview_quantization(
             (*run.engine_notes, *run.report_notes, *unknown_family_notes(run.checkpoint.config)),
             shutil.disk_usage(Path(destination).absolute().parent).free,
         )
+
+
+def _measured_later(scheme: Scheme | None, plan: QuantizationPlan) -> tuple[str, ...]:
+    """Return what a run with text may change in a default scheme that rounds inputs."""
+    if scheme is not None or plan.scheme.activation is None:
+        return ()
+    return (
+        f"With --data, quantize measures what {plan.scheme.name} costs by rounding inputs, and keeps them in 16 bits "
+        "for some groups of weights, or for all (fp8), where the bounds of compare need it; sizes hardly change.",
+    )
 
 
 def _within_budget(planner: Planner, scheme: Scheme | None, budget: Budget) -> tuple[QuantizationPlan, tuple[str, ...]]:
