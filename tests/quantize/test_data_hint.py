@@ -56,9 +56,12 @@ def test_the_rate_of_products_is_that_of_a_processor() -> None:
 
 
 def test_the_estimate_grows_with_the_weights_and_falls_with_the_rate() -> None:
-    layer = [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]
-    assert estimate_seconds(layer * 2, 1e11) == pytest.approx(2 * estimate_seconds(layer, 1e11))
-    assert estimate_seconds(layer, 1e11) > estimate_seconds(layer, 1e12)
+    def layers(count: int) -> list[tuple[str, tuple[int, int]]]:
+        leaves = {"self_attn.q_proj": (2048, 2048), "mlp.gate_proj": (5632, 2048), "mlp.down_proj": (2048, 5632)}
+        return [(f"model.layers.{n}.{leaf}.weight", shape) for n in range(count) for leaf, shape in leaves.items()]
+
+    assert estimate_seconds(layers(2), 1e11) == pytest.approx(2 * estimate_seconds(layers(1), 1e11))
+    assert estimate_seconds(layers(1), 1e11) > estimate_seconds(layers(1), 1e12)
 
 
 @pytest.mark.parametrize(

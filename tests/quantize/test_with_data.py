@@ -188,7 +188,7 @@ def test_where_memory_is_short_an_fp8_copy_writes_the_text(
 def test_a_full_disk_is_one_line_and_the_same_command_continues(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--scheme", "mxfp4", "--data", "self", *TEXT)
+    options = ("--scheme", "mxfp4", "--data", "self", "--quiet", *TEXT)
     finish, calls = LayerWork.finish, []
 
     def fail_once(self: Any, *arguments: Any) -> None:

@@ -121,12 +121,12 @@ def quantize(**values: Any) -> None:
 
 
 def _preview(params: SimpleNamespace) -> None:
-    """Print what would be written; exit with status 2 if the disk has no room for it."""
+    """Print what would be written; exit with status 2 if disk or memory cannot hold the run."""
     from minifloat.calibration.result import Calibration
     from minifloat.quantize.document import preview_document
     from minifloat.quantize.preview import preview_quantization
 
-    _data(params)  # raises for options that contradict each other
+    data = _data(params)
     preview = preview_quantization(
         params.model,
         params.out,
@@ -136,9 +136,10 @@ def _preview(params: SimpleNamespace) -> None:
         if params.stats is None or _takes_hessians(params)
         else Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation),
         calibrates=bool(params.sources or params.data),
+        data=data,
     )
     show(preview, partial(preview_document, verbose=params.verbose), as_json=params.as_json, quiet=params.quiet)
-    if not preview.fits_on_disk:
+    if not preview.can_run:
         sys.exit(2)
 
 

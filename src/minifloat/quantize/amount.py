@@ -8,9 +8,9 @@ from typing import Any
 
 from minifloat.calibration.options import TextOptions
 from minifloat.errors import DataError
-from minifloat.model.architecture.roles import EXPERTS, EXPERTS_PER_TOKEN, expert_group, text_config
+from minifloat.model.architecture.roles import expert_group
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.rounding.collect import TOKENS_PER_CHANNEL
+from minifloat.quantize.estimate import TOKENS_PER_CHANNEL, visited_share
 from minifloat.quantize.rounding.texts import SplitText
 
 #: Sequences of a model with narrow linears: 64 Ki tokens of the default length, and a tenth more that is held out.
@@ -50,14 +50,6 @@ def tokens_needed(plan: QuantizationPlan) -> int:
 def kept_tokens(samples: int, text: TextOptions) -> int:
     """Return the tokens for statistics of some whole sequences."""
     return max(samples - SplitText.held_out_of(samples, text.held_out), 0) * text.seq_len
-
-
-def visited_share(config: Mapping[str, Any]) -> float:
-    """Return the share of the experts of a layer that a token visits; 1 without experts, or where it is not known."""
-    fields = text_config(config)
-    experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
-    visited = next((fields[name] for name in EXPERTS_PER_TOKEN if isinstance(fields.get(name), int)), experts)
-    return min(visited / experts, 1.0) if experts else 1.0
 
 
 def _for_experts(plan: QuantizationPlan, config: Mapping[str, Any]) -> int:

@@ -7,7 +7,7 @@ kind than what the model will see; only `compare` on other text can.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,14 @@ class DataOptions:
         rounding: Method, folding, device.
         hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
             ``"gptq"``.
+        announce: Called with one sentence on tokens, time, memory and disk before text is written or read.
     """
 
     sources: Sequence[SourceLike] = ()
     text: TextOptions = DEFAULT_TEXT
     rounding: RoundingOptions = DEFAULT_ROUNDING
     hessians: Path | None = None
+    announce: Callable[[str], None] | None = None
 
     @classmethod
     def of(cls, data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None) -> DataOptions | None:

@@ -98,9 +98,16 @@ def preview_document(preview: QuantizePreview, *, verbose: bool = False) -> Docu
                 Bullets([f"Note: {note}" for note in preview.notes]),
             ),
             verdict_section(preview.engines),
+            section("", *_cost_blocks(preview)),
             section("", Text(f"Disk: {size_text(preview.disk_free)} free, {room}. Nothing was written (--dry-run).")),
         ],
     )
+
+
+def _cost_blocks(preview: QuantizePreview) -> list[Text | Bullets]:
+    """Return what choosing codes with text takes, and why this machine cannot do it."""
+    cost = preview.cost
+    return [] if cost is None else [Text(cost.text()), Bullets([f"Refused: {each}." for each in cost.problems()])]
 
 
 def _sizes(before: int, after: int) -> str:

@@ -54,7 +54,8 @@ def quantize_checkpoint(
         data: Text that codes are chosen with: files, folders, data sets, or ``"self"`` for text that the model itself
             writes; or `DataOptions` with all options. None: every weight is rounded to nearest.
         progress: Called from this thread as work completes.
-        announce: Called before anything is written with each note on engines that will not load the output.
+        announce: Called before anything is written with each note on engines that will not load the output; with data
+            first with a sentence on tokens, time, memory and disk.
 
     Returns:
         The report on every tensor, with the error of every cast.
@@ -77,6 +78,8 @@ def quantize_checkpoint(
     started = time.perf_counter()
     wanted = get_scheme(scheme) if isinstance(scheme, str) else scheme
     data_options = _data_options(data, options, calibration)
+    if data_options is not None and data_options.announce is None:
+        data_options = replace(data_options, announce=announce)
     with planned_source(source, destination, options) as planner, ExitStack() as stack:
         if data_options is None:
             plan, notes = planner.chosen(wanted)

@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
@@ -19,6 +19,10 @@ from minifloat.quantize.options import DEFAULT_OPTIONS, Budget, QuantizeOptions
 from minifloat.quantize.planner import Planner, planned_source
 from minifloat.quantize.report import TensorsReport
 from minifloat.report.text import size_text
+
+if TYPE_CHECKING:  # these import torch, which only a run with data needs
+    from minifloat.quantize.cost import DataCost
+    from minifloat.quantize.data import DataOptions
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,17 @@ class QuantizePreview(TensorsReport):
     engines: tuple[EngineVerdict, ...]
     notes: tuple[str, ...]
     disk_free: int
+    cost: DataCost | None = None  # what choosing codes with text takes; None: they are not chosen with text
 
     @property
     def fits_on_disk(self) -> bool:
         """Whether the disk has room for the tensors."""
         return self.output_bytes <= self.disk_free
+
+    @property
+    def can_run(self) -> bool:
+        """Whether memory and disk hold the run."""
+        return self.fits_on_disk and not (self.cost and self.cost.problems())
 
     def headline(self) -> dict[str, str]:
         """Return the first things to know, for `ShortReport`."""
@@ -74,6 +84,7 @@ class QuantizePreview(TensorsReport):
             "engines": [verdict.to_dict() for verdict in self.engines],
             "notes": list(self.notes),
             "tensors": [asdict(tensor) for tensor in self.tensors],
+            **({} if self.cost is None else {"data": self.cost.to_dict()}),
         }
 
 
@@ -85,6 +96,7 @@ def preview_quantization(
     *,
     calibration: Calibration | None = None,
     calibrates: bool = False,
+    data: DataOptions | None = None,
 ) -> QuantizePreview:
     """Return what `quantize_checkpoint` would write with the same arguments, and which engines would load it.
 
@@ -98,6 +110,7 @@ def preview_quantization(
             shows: sizes are those of the cheapest format everywhere, and a note says what the search takes.
         calibration: As in `quantize_checkpoint`.
         calibrates: The run would calibrate by itself: the bytes of static scales, four for each, are not counted.
+        data: How codes would be chosen with text. The speed of this machine is measured for a run of minutes or more.
 
     Raises:
         MinifloatError: As `quantize_checkpoint`, for all mistakes that it finds before it reads weights; a disk that is
@@ -121,6 +134,7 @@ def preview_quantization(
             run.verdicts,
             (*run.engine_notes, *run.report_notes, *unknown_family_notes(run.checkpoint.config)),
             shutil.disk_usage(Path(destination).absolute().parent).free,
+            _cost(run.checkpoint, plan, data, Path(destination)),
         )
 
 
@@ -145,6 +159,16 @@ def _within_budget(planner: Planner, scheme: Scheme | None, budget: Budget) -> t
         f"Sizes are those of {formats.scheme.name} everywhere, the least. The mixture within {budget} depends on what "
         f"text shows. {SearchCost.of(formats.groups, planner.checkpoint.config).text(measure_product_rate())}",
     )
+
+
+def _cost(
+    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions | None, destination: Path
+) -> DataCost | None:
+    if data is None or not data.sources:
+        return None
+    from minifloat.quantize.cost import cost_of
+
+    return cost_of(checkpoint, plan, data, destination)[2]
 
 
 def _tensors(checkpoint: Checkpoint, plan: QuantizationPlan) -> tuple[PlannedTensor, ...]:

@@ -14,6 +14,7 @@ from minifloat.model.plan.tensor_plan import Part, QuantizedShare, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import E2M1
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.estimate import Rates, Tokens, rounding_work, shapes_of, writing_seconds
 from minifloat.quantize.nonfinite import Copied, nonfinite_detail
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.document import ShortReport
@@ -198,14 +199,8 @@ def finite_or_none(value: float) -> float | None:
     return round(value, 3) if math.isfinite(value) else None
 
 
-#: Sequences and tokens of the default text, the held-out part included.
-_SEQUENCES, _TOKENS = 284, 284 * 256
-#: The operations that grow with the text, over those of one forward pass; one pass is for writing the text.
-_PASSES = 5.5
-#: Factorizations are in float64: the time of K^3 operations of the measured product, times this.
-_FACTORIZATION = 20.0
-#: Seconds between products for each weight and each sequence.
-_SECONDS_BETWEEN = 0.004
+#: The default text of models with narrow linears.
+_SEQUENCES, _TOKENS = 284, Tokens(256 * 256, 14 * 256, 14 * 256, 256)
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
@@ -218,18 +213,19 @@ def data_hint(report: QuantizeReport) -> str:
     ]
     if report.rounding is not None or not weights:
         return ""
-    seconds = estimate_seconds([tensor.shape for tensor in report.quantized], measure_product_rate())
+    seconds = estimate_seconds([(tensor.name, tensor.shape) for tensor in report.quantized], measure_product_rate())
     return (
         "With --data self the codes are chosen with text that the model writes itself: KL from the original was 0.2 to "
         f"0.5 of this on the models measured so far. It would take about {duration_text(seconds)} here."
     )
 
 
-def estimate_seconds(shapes: Sequence[tuple[int, ...]], rate: float) -> float:
-    """Return the estimated time of a run with the default text."""
-    products = _PASSES * 2.0 * sum(map(math.prod, shapes)) * _TOKENS
-    factorizations = _FACTORIZATION * sum(shape[-1] ** 3 for shape in shapes)
-    return (products + factorizations) / rate + _SECONDS_BETWEEN * len(shapes) * _SEQUENCES
+def estimate_seconds(weights: Sequence[tuple[str, Sequence[int]]], rate: float) -> float:
+    """Return the estimated time of a run with the default text, with usual rates for a rate of products."""
+    shapes, rates = shapes_of(weights), Rates.of_product(rate)
+    elements = sum(rows * width for rows, width in shapes.values())
+    writing = writing_seconds(elements, 2.0 * elements, _SEQUENCES, _TOKENS.length, rates)
+    return rounding_work(shapes, {}, _TOKENS).seconds(rates) + writing
 
 
 def duration_text(seconds: float) -> str:

@@ -16,8 +16,10 @@ from minifloat.errors import DataError, UsageError
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.amount import enough_text, tokens_needed, visited_share, widest
+from minifloat.quantize.amount import tokens_needed, widest
+from minifloat.quantize.cost import WORK_SUFFIX, beside, cost_of
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
+from minifloat.quantize.estimate import visited_share
 from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
@@ -28,9 +30,6 @@ from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
 from minifloat.quantize.rounding.saved import SavedHessians
 from minifloat.quantize.rounding.texts import SplitText
-
-#: Suffix of the folder beside the destination in which finished layers are kept.
-WORK_SUFFIX = ".minifloat-rounding"
 
 
 @contextmanager
@@ -62,7 +61,7 @@ def rounded_output(
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
     """Choose the codes of a plan with data; the work is kept if the block is left with an error."""
-    work_dir = _beside(destination, WORK_SUFFIX)
+    work_dir = beside(destination, WORK_SUFFIX)
     if data.hessians is not None:
         if data.sources:
             raise UsageError("give text (--data) or stored Hessians (--stats), not both")
@@ -84,7 +83,7 @@ def default_output(
     planner: Planner, plan: QuantizationPlan, data: DataOptions, destination: Path, progress: Progress | None
 ) -> Iterator[tuple[Planner, QuantizationPlan, RoundedOutput]]:
     """Choose which inputs the default scheme rounds, and codes; the work is kept if the block is left with an error."""
-    checkpoint, work_dir = planner.checkpoint, _beside(destination, WORK_SUFFIX)
+    checkpoint, work_dir = planner.checkpoint, beside(destination, WORK_SUFFIX)
     texts, record = _texts(checkpoint, plan, data, destination, progress)
     with ExitStack() as stack:
         visited = visited_share(checkpoint.config)
@@ -140,18 +139,13 @@ def budgeted_output(
         formats,
         texts,
         data.rounding,
-        _beside(destination, WORK_SUFFIX),
+        beside(destination, WORK_SUFFIX),
         progress,
     ) as within:
         gains = source_gains(record, texts.reported, data.text.held_out, within.model.held_out)
         warnings = source_warnings(gains, data.rounding.method.name)
         notes = (*within.notes(), *_notes(within.model, within.plan, data), *warnings)
         yield RoundedOutput(within.model, _recipe(data, record, texts.kept), notes, within, gains)
-
-
-def _beside(destination: Path, suffix: str) -> Path:
-    """Return the path beside the output folder that has its name and a suffix."""
-    return destination.absolute().with_name(destination.absolute().name + suffix)
 
 
 def _recipe(data: DataOptions, record: dict[str, Any], kept: CalibrationSet) -> dict[str, Any]:
@@ -166,8 +160,10 @@ def _texts(
     progress: Progress | None,
 ) -> tuple[SplitText, dict[str, Any]]:
     """Return the parts of the text, and the record of the whole."""
-    text = enough_text(data.text, plan, checkpoint.config)
-    file = destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors")
+    text, file, cost = cost_of(checkpoint, plan, data, destination)
+    cost.require()
+    if data.announce is not None:
+        data.announce(cost.text())
     texts = prepare_texts(checkpoint, data.sources, text, file, device=data.rounding.device, progress=progress)
     return _split(texts, text, plan), dict(texts.record)
 

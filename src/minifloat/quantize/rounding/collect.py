@@ -27,6 +27,7 @@ from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError
+from minifloat.quantize.estimate import TOKENS_PER_CHANNEL
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.rounding.layer_fold import FoldSample
 from minifloat.quantize.rounding.saved import (
@@ -50,9 +51,6 @@ from minifloat.quantize.rounding.statistics import (
     own_statistics,
 )
 from minifloat.quantize.rounding.texts import SplitText
-
-#: Fewer tokens than this per input channel determine a Hessian badly.
-TOKENS_PER_CHANNEL = 4
 
 _WORK_SUFFIX = ".minifloat-work"
 

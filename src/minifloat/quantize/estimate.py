@@ -1,0 +1,211 @@
+"""What a run with data takes, known before it: time, memory and disk, from shapes and the speed of a machine.
+
+Time is operations over rates. Nothing here reads a weight or imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from minifloat.kernels import processors
+from minifloat.model.architecture.roles import (
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    decoder_layer,
+    expert_group,
+    fused_group,
+    text_config,
+)
+
+#: A weight ``[N, K]`` of the output by the name of its module.
+Shapes = Mapping[str, tuple[int, int]]
+
+#: Fewer tokens than this per input channel determine a Hessian badly.
+TOKENS_PER_CHANNEL = 4
+
+#: Rows of held-out inputs, and products with them for each weight: errors of outputs, and the factor of the target.
+_ROWS, _ROW_PRODUCTS = 512, 5
+#: Passes of the quantized stream through a layer: its stages begin anew, from what finished modules gave.
+_QUANTIZED_PASSES = 1.2
+#: Operations for each channel of a search for folded scales: 6 candidates on 1024 rows of inputs and 512 of weights.
+_FOLD = 12 * 1024 * 512
+#: Rows that one thread solves for.
+_TILE = 512
+#: Seconds that a sequence spends between the products of a layer, in each of its passes.
+_SECONDS_BETWEEN = 0.002
+#: Bytes for each entry of a Hessian while it is factorized: itself, a copy in float64, and the factor in float32.
+_FACTORIZATION_BYTES = 4 + 8 + 4
+#: Bytes for each weight that is rounded: in float32, its target, another order of it, and codes.
+_WEIGHT_BYTES = 4 + 4 + 4 + 2
+#: Bytes of the process beside the model.
+_PROCESS_BYTES = 512 << 20
+#: Sequences that the engine decodes together, with one that is thrown away.
+_TOGETHER = 64
+#: Share of the available memory that weights may take beside the cache of the engine.
+WEIGHTS_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of the parts of a text, in sequences of one length."""
+
+    kept: int
+    choosing: int
+    reported: int
+    length: int
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.choosing + self.reported
+
+    @property
+    def held_out(self) -> int:
+        return self.choosing + self.reported
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations per second of a machine, of each kind of work, on all threads."""
+
+    forward: float  # products of inputs and weights in the model's dtype
+    gram: float  # sums of products of inputs
+    factor: float  # of Cholesky, in float64
+    single: float  # products in float32
+    solve: float  # triangular solves in float32, on one thread
+    feedback: float  # rounding with feedback
+    cast: float  # weights that are cast, judged and put into the model
+    read: float  # bytes of memory
+
+    @classmethod
+    def of_product(cls, rate: float) -> Rates:
+        """Return usual rates of a machine whose product of BF16 matrices has a rate."""
+        one_thread = 0.6 * rate / processors.limit()
+        return cls(rate, rate, 0.3 * rate, 0.6 * rate, one_thread, 0.4 * rate, rate / 4e3, rate / 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of each kind; see `Rates`."""
+
+    forward: float = 0.0
+    gram: float = 0.0
+    factor: float = 0.0
+    single: float = 0.0
+    solve: float = 0.0
+    feedback: float = 0.0
+    cast: float = 0.0
+    passes: float = 0.0  # of a sequence through a layer
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the time of the work, one kind after the other."""
+        speeds = asdict(rates)
+        times = (count / speeds[kind] for kind, count in asdict(self).items() if kind != "passes")
+        return math.fsum(times) + self.passes * _SECONDS_BETWEEN
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears of one input."""
+
+    rows: int
+    width: int
+    members: int
+    is_expert: bool
+
+
+def rounding_work(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, *, follows: bool = True) -> Work:
+    """Return the work of rounding the weights of a model; `follows`: with the inputs of the quantized layers."""
+    quantized = _QUANTIZED_PASSES * (tokens.kept + tokens.choosing) + tokens.reported if follows else tokens.held_out
+    passes = tokens.total + tokens.held_out + quantized
+    work, share = Work(), visited_share(config)
+    for group in _groups(shapes):
+        visits = share if group.is_expert else 1.0
+        work += Work(forward=2.0 * group.rows * group.width * passes * visits)
+        work += group_work(group, tokens.kept * visits, follows=follows)
+    layers = len({decoder_layer(module) for module in shapes})
+    logits = 3.0 * tokens.held_out * _size(config, "vocab_size") * 2.0 * _size(config, "hidden_size")
+    attention = 2.0 * tokens.length * _size(config, "hidden_size") * layers * passes
+    return work + Work(forward=logits + attention, passes=layers * passes / tokens.length)
+
+
+def group_work(group: Group, tokens: float, *, follows: bool) -> Work:
+    """Return the work on the statistics and the codes of linears of one input."""
+    squares, weights = float(group.width) ** 2, float(group.rows) * group.width
+    gram, single = tokens * squares, 2.0 * _ROWS * _ROW_PRODUCTS * weights + _FOLD * group.width
+    forward = solve = 0.0
+    if follows:
+        adds = group.members == 1 and not group.is_expert  # its outputs go to the residual stream
+        gram += 2.0 * tokens * (weights if adds else squares)
+        forward = 2.0 * tokens * weights if adds else 0.0
+        single += 0.0 if adds else 2.0 * group.rows * squares
+        solve = 2.0 * _TILE * math.ceil(group.rows / _TILE / processors.limit()) * squares
+    return Work(forward, gram, group.width**3 / 3.0, single, solve, group.rows * squares, weights)
+
+
+def _groups(shapes: Shapes) -> Iterable[Group]:
+    found: dict[str, list[tuple[str, tuple[int, int]]]] = {}
+    for module, shape in shapes.items():
+        found.setdefault(fused_group(module), []).append((module, shape))
+    for members in found.values():
+        rows, width = sum(shape[0] for _, shape in members), members[0][1][1]
+        yield Group(rows, width, len(members), expert_group(members[0][0]) is not None)
+
+
+def visited_share(config: Mapping[str, Any]) -> float:
+    """Return the share of the experts of a layer that a token visits; 1 without experts, or where it is not known."""
+    fields_ = text_config(config)
+    experts = next((fields_[name] for name in EXPERTS if fields_.get(name)), 0)
+    visited = next((fields_[name] for name in EXPERTS_PER_TOKEN if isinstance(fields_.get(name), int)), experts)
+    return min(visited / experts, 1.0) if experts else 1.0
+
+
+def rounding_memory(shapes: Shapes, itemsize: int) -> int:
+    """Return the bytes of memory: one layer, and the statistics, factors and weights of its widest stage."""
+    layers: dict[int | None, int] = {}
+    for module, (rows, width) in shapes.items():
+        layers[decoder_layer(module)] = layers.get(decoder_layer(module), 0) + rows * width * itemsize
+    stages = (
+        group.width * (_FACTORIZATION_BYTES * group.width + 4 * _drift_rows(group) + _WEIGHT_BYTES * group.rows)
+        for group in _groups(shapes)
+    )
+    return max(layers.values(), default=0) + max(stages, default=0) + _PROCESS_BYTES
+
+
+def _drift_rows(group: Group) -> int:
+    return group.rows if group.members == 1 else group.width
+
+
+def rounding_disk(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, itemsize: int, output_bytes: int) -> int:
+    """Return the bytes of the work folder: hidden states around a layer, inputs of its stages, finished layers."""
+    hidden = _size(config, "hidden_size")
+    streams = 2 * (2 * tokens.total + tokens.held_out) * hidden
+    layers: dict[int | None, int] = {}
+    for group, module in zip(_groups(shapes), dict.fromkeys(map(fused_group, shapes)), strict=True):
+        if not group.is_expert:
+            residual = hidden if group.members == 1 else 0
+            layers[decoder_layer(module)] = layers.get(decoder_layer(module), 0) + group.width + residual
+    inputs = 2 * max(layers.values(), default=0) * (tokens.kept + tokens.choosing)  # of the original and finished ones
+    return (streams + inputs) * itemsize + output_bytes
+
+
+def writing_seconds(weights: float, nbytes: float, sequences: int, length: int, rates: Rates) -> float:
+    """Return the time in which a model with so many weights for each token writes sequences of one length."""
+    steps = math.ceil(sequences / _TOGETHER) * length
+    rows = min(sequences, _TOGETHER) + 1
+    return steps * max(2.0 * weights * rows / rates.forward, nbytes / rates.read)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = text_config(config).get(name)
+    return value if isinstance(value, int) else 0
+
+
+def shapes_of(rows: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
+    """Return weights by module, from names and shapes of tensors."""
+    return {name.removesuffix(".weight"): (math.prod(shape[:-1]), shape[-1]) for name, shape in rows}
