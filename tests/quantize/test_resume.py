@@ -25,14 +25,16 @@ from minifloat.quantize.options import QuantizeOptions
 
 Make = Callable[..., Path]
 
-# Importing takes seconds: a process does it once and forks for every destination on its standard input. The child says
-# its id and then a dot for every slab that it begins, so that a kill lands inside the work on any machine.
+# Importing takes seconds, most of it on first use: a process quantizes once and then forks for every destination on its
+# standard input. The child says its id and then a dot for every slab that it begins, so that a kill lands inside the
+# work on any machine.
 SERVER = """
 import os, sys
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
-source, scheme = sys.argv[1:]
+source, scheme, warm_up = sys.argv[1:]
+quantize_checkpoint(source, warm_up, scheme, QuantizeOptions(workers=1))
 def reporting(function):
     def call(*args, **kwargs):
         os.write(1, b".")
@@ -52,10 +54,10 @@ for line in sys.stdin:
 
 
 @contextmanager
-def forking_server(source: Path, scheme: str) -> Iterator[subprocess.Popen[bytes]]:
+def forking_server(source: Path, scheme: str, warm_up: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that quantizes `source` in a child of its own for every destination that it is sent."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SERVER, str(source), scheme]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}  # no threads at a fork
+    command = [sys.executable, "-c", SERVER, str(source), scheme, str(warm_up)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
     with subprocess.Popen(command, env=environment, **pipes) as server:  # type: ignore[call-overload]
         yield server
@@ -115,7 +117,7 @@ def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical
     moments = random.Random(2026)
     destination = tmp_path / "out"
     finished_early = resumed = 0
-    with forking_server(source, scheme) as server:
+    with forking_server(source, scheme, tmp_path / "warm-up") as server:
         slabs, status = quantize_in_child(server, tmp_path / "undisturbed")
         assert status == 0
         for _ in range(20):
