@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from modes import full
+from small_llama import llama_tensors
 from triton_cases import device
 
 from minifloat.numerics.scheme import SCHEMES
@@ -32,7 +33,7 @@ def test_the_files_are_those_of_the_cpu(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, slab_bytes: int
 ) -> None:
     monkeypatch.setattr(stream, "DEVICE_SLAB_BYTES", slab_bytes)
-    source = make_checkpoint(shards=2)
+    source = make_checkpoint(tensors=llama_tensors(layers=1), shards=2)
     for run in "ab":
         (tmp_path / run).mkdir()
     expected = quantize_checkpoint(source, tmp_path / "a" / "model", scheme, QuantizeOptions(impl="reference"))

@@ -1,9 +1,9 @@
 """Run the blocks of one page, in order, in one temporary folder.
 
 ``/tmp`` of the page is a folder of the session, so is the home folder; MODEL is the example model, notes.txt a text. A
-command of minifloat alone runs in a process that is forked from one which has imported torch and transformers
-(multiprocessing's fork server); other commands run in bash. A server runs on a free port until the page ends,
-or until the next server starts.
+command of minifloat alone runs in a process that is forked from one which has imported what the commands import
+(multiprocessing's fork server); other commands run in bash. A server runs on a free port until the page ends, or until
+the next server starts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,17 @@ from doc_matching import difference, tolerance
 _PRELOAD = [
     "torch",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "minifloat.calibration.calibrate",
+    "minifloat.commands.compare",
+    "minifloat.commands.main",
+    "minifloat.evaluate.checkpoint_report",
     "minifloat.evaluate.compare.run",
+    "minifloat.quantize.job",
+    "minifloat.quantize.rounding",
+    "minifloat.report.figures",
     "minifloat.serve.server",
+    "minifloat.serve.starting",
 ]
 _SHELL = frozenset("|&;<>$`")
 _TIMEOUT = 300

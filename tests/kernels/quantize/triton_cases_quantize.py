@@ -136,8 +136,9 @@ def test_the_given_tensor_amax_is_used(name: str, tensor_amax: float) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), each_value(KINDS, list(DTYPES)))
 def test_nan_and_inf_are_counted(name: str, dtype: str) -> None:
-    w = gaussian((131, 140), DTYPES[dtype])
-    w[0, 0], w[3, 139], w[130, 77], w[130, 78] = torch.nan, torch.inf, -torch.inf, -torch.nan
+    rows = 131 if DEVICE == "cuda" or name == "fp8-block" else 35  # either way of several programs
+    w = gaussian((rows, 140), DTYPES[dtype])
+    w[0, 0], w[3, 139], w[-1, 77], w[-1, 78] = torch.nan, torch.inf, -torch.inf, -torch.nan
     assert quantize(w, SPECS[name], "triton", device=DEVICE).nonfinite == 4
 
 
