@@ -81,12 +81,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a cell.
-
-    Attributes:
-        status: How it ended.
-        detail: The error of logits, or the reason.
-    """
+    """The result of a cell."""
 
     status: Status
     detail: str = ""

@@ -21,13 +21,7 @@ _AUXILIARY = ("input_scale", "k_scale", "v_scale", "weight_shape", "input_global
 
 @dataclass
 class DecodedCheckpoint:
-    """A checkpoint with decoded weights.
-
-    Attributes:
-        weights: The decoded float32 weight of each quantized module.
-        input_scales: The static scale of the inputs of a module, where the checkpoint has one.
-        plain: All other tensors.
-    """
+    """A checkpoint with decoded weights."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     input_scales: dict[str, float] = field(default_factory=dict)

@@ -20,12 +20,7 @@ class LoadedWrongly(Exception):
 
 
 def load_plain(case: Case, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Load a checkpoint by the class that wrote the source.
-
-    Raises:
-        LoadedWrongly: Parameters are missing, or tensors of the file were not used.
-        Exception: What transformers raises.
-    """
+    """Load a checkpoint by the class that wrote the source."""
     cls = getattr(transformers, case.architecture)
     model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True, **options)
     problems = {key: sorted(map(str, value)) for key, value in info.items() if value}

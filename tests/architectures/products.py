@@ -42,11 +42,7 @@ def _products(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor
 
 
 class InputRecorder(TorchFunctionMode):
-    """Records the largest magnitude of the inputs of each row of each weight.
-
-    Attributes:
-        amax: By `row_key`: the largest magnitude.
-    """
+    """Records the largest magnitude of the inputs of each row of each weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +69,7 @@ class InputRecorder(TorchFunctionMode):
 
 
 class InputRounder(TorchFunctionMode):
-    """Rounds the inputs of chosen weights, as a server with such inputs does.
-
-    Args:
-        rounding: By the key of a weight's first row: what rounds an input.
-    """
+    """Rounds the inputs of chosen weights, as a server with such inputs does."""
 
     def __init__(self, rounding: dict[bytes, Callable[[Tensor], Tensor]]) -> None:
         super().__init__()

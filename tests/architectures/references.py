@@ -28,15 +28,7 @@ _PARTS = {"gate_proj": _FIRST, "w1": _FIRST, "up_proj": _SECOND, "w3": _SECOND}
 
 @dataclass
 class Reference:
-    """The reference of a quantized checkpoint.
-
-    Attributes:
-        tensors: Float32 tensors under the names of the source.
-        places: For each quantized module the tensor of the source and the slice of it that the module replaces.
-        problems: What does not fit: weights without a place, lost tensors, changed copies.
-        quantized: Number of elements that were quantized.
-        matrices: Number of elements of the source's tensors of two and more dimensions, except the embedding.
-    """
+    """The reference of a quantized checkpoint."""
 
     tensors: dict[str, Tensor]
     places: dict[str, tuple[str, str]] = field(default_factory=dict)

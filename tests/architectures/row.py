@@ -24,14 +24,7 @@ _LIMIT = 180
 
 @dataclass
 class Row:
-    """The outcomes of a row.
-
-    Attributes:
-        name: Of the case.
-        reason: Why the model is not in the matrix; empty where it is.
-        cells: By column and scheme, or by column alone: status and detail.
-        seconds: Time of the row.
-    """
+    """The outcomes of a row."""
 
     name: str
     reason: str = ""
@@ -45,13 +38,7 @@ class Row:
 
 
 def run_row(case: Any, schemes: Sequence[str], keep: Path | None = None) -> Row:
-    """Run every cell of a case.
-
-    Args:
-        case: The case.
-        schemes: Schemes to quantize to.
-        keep: A folder for the checkpoints; None: they are deleted.
-    """
+    """Run every cell of a case."""
     import cells
     import small_models
 

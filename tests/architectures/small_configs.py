@@ -87,15 +87,7 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def small_config(model_type: str, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return a small config of a model type.
-
-    Args:
-        model_type: A key of transformers' `CONFIG_MAPPING`.
-        overrides: Fields that the general rules do not make right, nested as the config is.
-
-    Raises:
-        Exception: Whatever the config class raises for these values.
-    """
+    """Return a small config of a model type."""
     cls = CONFIG_MAPPING[model_type]
     config = cls(**_shrunk(cls(), overrides or {}))
     for part in _parts(config):

@@ -31,14 +31,7 @@ class NotSmallError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the matrix.
-
-    Attributes:
-        name: Name of the row: the model type, or the name of a variant or of a quantized source.
-        model_type: Key of transformers' config mapping.
-        overrides: Fields of the small config, beside those of `OVERRIDES`.
-        stored: Scheme and layout of a source that is quantized already; None: the source is in BF16.
-    """
+    """One row of the matrix."""
 
     name: str
     model_type: str
@@ -60,11 +53,7 @@ def model_classes() -> dict[str, str]:
 
 
 def make_model(case: Case, folder: Path) -> Path:
-    """Write the small model of a case as a BF16 checkpoint with a tokenizer of bytes.
-
-    Raises:
-        NotSmallError: The model cannot be built, is not small, or does not answer text alone; the message says why.
-    """
+    """Write the small model of a case as a BF16 checkpoint with a tokenizer of bytes."""
     if case.model_type in LEFT_OUT:
         raise NotSmallError(LEFT_OUT[case.model_type])
     try:

@@ -38,12 +38,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def reference_logits(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits ``[8, vocab]`` of a float32 model with exactly these weights, on `INPUT_IDS`.
-
-    Args:
-        config: The model's config; its quantization_config is ignored.
-        weights: Every tensor of the unquantized model under its name on disk.
-    """
+    """Return the logits ``[8, vocab]`` of a float32 model with exactly these weights, on `INPUT_IDS`."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"dtype": "float32"}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(plain))
@@ -71,19 +66,7 @@ def save(
     stored: Collection[str] = STORED,
     **facts: Any,
 ) -> None:
-    """Write ``expected.safetensors`` and ``expected.json`` into `folder`.
-
-    Args:
-        folder: The fixture.
-        base: Folder of the BF16 model that was quantized; the tensors outside `modules` must equal its tensors.
-        weights: The dequantized weights of `modules`, float32: by module name, in the shape of the base's tensor.
-        modules: What is known of each quantized module; see the README beside the fixtures.
-        tool: Package versions.
-        command: The command that generates this folder.
-        dequantized_by: Name of the code that computed `weights`.
-        stored: Suffixes of the modules whose weights are stored in full; the logits cover the other weights.
-        **facts: Further entries of ``expected.json``.
-    """
+    """Write ``expected.safetensors`` and ``expected.json`` into `folder`."""
     config, base_tensors = read(INTEROP / base)
     # Fused experts are parameters without the suffix `.weight`; all other tensors are the `weight` of a module.
     names = {module: module if module in base_tensors else f"{module}.weight" for module in weights}

@@ -66,12 +66,7 @@ def calibrate(model: torch.nn.Module) -> None:
 
 
 def dequantize(tensors: dict[str, torch.Tensor], fixture: Fixture) -> torch.Tensor:
-    """Decode the float32 weight of one module with ModelOpt's own tensor class.
-
-    Args:
-        tensors: The module's tensors on disk, by local name.
-        fixture: Which class to use.
-    """
+    """Decode the float32 weight of one module with ModelOpt's own tensor class."""
     weight, scale = tensors["weight"], tensors["weight_scale"]
     if fixture.element == "E2M1":
         shape = torch.Size((weight.shape[0], 2 * weight.shape[1]))

@@ -66,11 +66,7 @@ def forking_server(source: Path, scheme: str, warm_up: Path) -> Iterator[subproc
 def quantize_in_child(
     server: subprocess.Popen[bytes], destination: Path, kill_after: int | None = None
 ) -> tuple[int, int]:
-    """Quantize in a child of the server, and kill it when it has begun that many slabs.
-
-    Returns:
-        How many slabs it had begun, and its exit status.
-    """
+    """Quantize in a child of the server, and kill it when it has begun that many slabs."""
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(f"{destination}\n".encode())

@@ -20,12 +20,7 @@ _TIMEOUT = 60.0
 
 
 class Page:
-    """One tab of a browser.
-
-    Attributes:
-        requests: URLs that the tab requested.
-        problems: Errors in the console, and exceptions of scripts.
-    """
+    """One tab of a browser."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._out, self._in, self._rest, self._number = to_browser, from_browser, b"", 0
@@ -99,11 +94,7 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """Start a browser and yield its tab.
-
-    Args:
-        profile: Empty folder for the browser's profile.
-    """
+    """Start a browser and yield its tab."""
     assert CHROMIUM is not None
     to_browser, from_browser = os.pipe(), os.pipe()
     # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.

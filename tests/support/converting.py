@@ -57,16 +57,7 @@ def interrupted(
 
 
 def change_record(destination: Path, keys: Sequence[str | int], value: object) -> str:
-    """Change a value in the first record of an interrupted run's journal, with a right digest of the line.
-
-    Args:
-        destination: Where the run was to write.
-        keys: Keys from the record to the value; the last one may be new.
-        value: The value that it gets; DELETED: none.
-
-    Returns:
-        Name of the shard.
-    """
+    """Change a value in the first record of an interrupted run's journal, with a right digest of the line."""
     journal = destination.with_name(f"{destination.name}.minifloat-work") / "minifloat-journal.jsonl"
     run, first, *others = journal.read_bytes().splitlines(keepends=True)
     entry = json.loads(first)

@@ -10,12 +10,6 @@ def covering_pairs(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Return the positions of few cases that hold every pair of values that occurs in any case.
 
     The choice is greedy: each time the case with the most pairs that no chosen case has, the first of equals.
-
-    Args:
-        cases: The values of each case's parameters by name; all cases have the same names.
-
-    Returns:
-        Positions in `cases`, ascending. With a single parameter they are the positions of its first occurrences.
     """
     pairs_by_case = [_pairs(case) for case in cases]
     uncovered = set().union(*pairs_by_case)

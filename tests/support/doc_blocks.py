@@ -43,18 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        line: Line of its fence, from 1.
-        span: Where its text begins and ends in the page.
-        not_run: Why it is not executed; None if it is.
-        full: Whether it runs only with --full.
-        tolerance: How far numbers may be from those of the page, as the comment says it; "" for the default.
-        status: Exit status of the last command that the comment names.
-        first: Lines that run before the block.
-        printed: Whether it shows what the Python block before it printed.
-    """
+    """A fenced block."""
 
     page: Path
     line: int

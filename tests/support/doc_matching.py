@@ -30,15 +30,7 @@ _VOLATILE = (
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a number may be from that of the page.
-
-    Attributes:
-        relative: Largest difference, as a part of the page's number.
-        units: The same, in units of the last digit that the page shows; the larger counts.
-        points: The same, of percentages, in percentage points.
-        integers: Whether integers may differ too.
-        vary: Whether any number will do.
-    """
+    """How far a number may be from that of the page."""
 
     relative: float = 0.05
     units: int = 3
@@ -51,11 +43,7 @@ DEFAULT_TOLERANCE = Tolerance()
 
 
 def tolerance(text: str) -> Tolerance:
-    """Return the tolerance that a comment states: "" (the default), "vary" or "within 20%".
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Return the tolerance that a comment states: "" (the default), "vary" or "within 20%"."""
     if not text:
         return DEFAULT_TOLERANCE
     if text == "vary":

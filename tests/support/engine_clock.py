@@ -13,12 +13,7 @@ _MODULES = ("engine", "scheduler", "sequence")
 
 
 class EngineClock:
-    """A substitute for the module `time` whose clocks advance by a quarter of a second per run of the model.
-
-    Args:
-        engine: The engine whose runs drive the clock.
-        monkeypatch: Undoes the substitution after the test.
-    """
+    """A substitute for the module `time` whose clocks advance by a quarter of a second per run of the model."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self._run = 1000.0, engine._runner.run

@@ -67,21 +67,7 @@ class _NoGrammars:
 
 
 class FakeEngine:
-    """Repeats prompts.
-
-    Args:
-        tokenizer: Turns tokens into text.
-        seconds: Duration of a step.
-        fails: Function from a request to the message of its error; None: the request does not fail.
-        defaults: Sampling defaults, as those of a generation_config.json.
-
-    Attributes:
-        requests: Requests that were added, in order.
-        held: While True, requests are admitted and cancelled, but no token is generated: a test that needs requests at
-            work holds the engine, and does not depend on the speed of the machine.
-        broken: Exception that the next step raises, which ends the engine's thread.
-        speculator: None: the engine does not speculate.
-    """
+    """Repeats prompts."""
 
     speculator = None
 

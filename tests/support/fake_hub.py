@@ -54,17 +54,7 @@ def commit_of(files: Mapping[str, bytes]) -> str:
 
 
 class FakeHub:
-    """A fake hub.
-
-    Attributes:
-        url: Endpoint.
-        repos: Repositories by id.
-        requests: Method and path of every request, in order.
-        sent: Number of bytes of files that were sent.
-        commits: Branch, message and paths of every commit.
-        down: Whether to answer every request with status 503.
-        ranges: Whether to answer range requests with a part of the file; otherwise with the whole file.
-    """
+    """A fake hub."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}

@@ -133,12 +133,7 @@ _MODELS = {
 
 
 def save_family_model(name: str, folder: Path) -> Path:
-    """Write a small model, as transformers saves it, and return its folder.
-
-    Args:
-        name: A key of `_MODELS`, most of which are values of ``model_type``.
-        folder: The folder, which does not exist yet.
-    """
+    """Write a small model, as transformers saves it, and return its folder."""
     torch.manual_seed(0)
     model = _MODELS[name]()
     with torch.no_grad():

@@ -65,13 +65,7 @@ def damage_file(path: Path, damage: str) -> None:
 
 
 def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:
-    """Start a child, kill it after a number of progress calls, and return the steps that it reported.
-
-    Args:
-        server: Forks a child for each line on its standard input, and prints the child's id and then its exit code.
-        log: The file that the child writes a line to for each progress call.
-        steps: The number of calls.
-    """
+    """Start a child, kill it after a number of progress calls, and return the steps that it reported."""
     log.write_text("")
     assert server.stdin is not None
     assert server.stdout is not None

@@ -65,14 +65,7 @@ def hessian_of(inputs: Tensor) -> Tensor:
 
 
 def write_model(folder: Path, model_type: str, *, fused: bool = False, **config: Any) -> Path:
-    """Write a small model with random weights, biases and norms, and embeddings that lie near few directions.
-
-    Args:
-        folder: Where to.
-        model_type: Of transformers' configs.
-        fused: Write the parameters as the model holds them, with the experts of a layer in one tensor.
-        **config: Changes of `SIZES`; None leaves a size out.
-    """
+    """Write a small model with random weights, biases and norms, and embeddings that lie near few directions."""
     generator = torch.Generator().manual_seed(0)
     values = {name: value for name, value in (SIZES | config).items() if value is not None or name == "pad_token_id"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
@@ -103,13 +96,7 @@ def split(kept: CalibrationSet, held_out: CalibrationSet) -> SplitText:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The result of `round`: what `RoundedModel` holds, in memory.
-
-    Attributes:
-        tensors: Output tensor name -> its bytes.
-        weights: How each weight was rounded, by module.
-        held_out: The divergence on held-out text.
-    """
+    """The result of `round`: what `RoundedModel` holds, in memory."""
 
     tensors: dict[str, bytes]
     weights: dict[str, Any]
@@ -141,15 +128,7 @@ def round_model(
 
 @dataclass(frozen=True)
 class OpenLayer:
-    """A layer with its weights, and what it is called with.
-
-    Attributes:
-        stack: All layers of the model.
-        layer: The layer.
-        stages: Its stages.
-        calls: The arguments for each sequence.
-        hidden: The hidden states ``[1, T, H]`` that enter it, for each sequence.
-    """
+    """A layer with its weights, and what it is called with."""
 
     stack: LayerStack
     layer: nn.Module
@@ -160,14 +139,7 @@ class OpenLayer:
 
 @contextmanager
 def open_layer(folder: Path, file: Path, text: CalibrationSet, index: int = 0) -> Iterator[OpenLayer]:
-    """Run a model up to a layer, and open the layer.
-
-    Args:
-        folder: The checkpoint.
-        file: For arguments of layers.
-        text: The sequences that run.
-        index: The layer.
-    """
+    """Run a model up to a layer, and open the layer."""
     with Checkpoint.open(folder) as checkpoint, TensorFile(file) as arguments, torch.no_grad():
         model = CalibrationModel(checkpoint, CalibrateOptions())
         stack = LayerStack(model, model.loader(), None)

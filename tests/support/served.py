@@ -26,14 +26,7 @@ HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
 
 
 class Served:
-    """A running server.
-
-    Attributes:
-        url: Address of the server.
-        process: The process of `minifloat serve`.
-        log: File that holds its output.
-        client: OpenAI's client, connected to the server.
-    """
+    """A running server."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url, self.process, self.log = f"http://127.0.0.1:{port}", process, log
@@ -70,15 +63,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def served(model: Path, log: Path, *options: str, arguments: Sequence[str] = (), **variables: str) -> Iterator[Served]:
-    """Run `minifloat serve MODEL OPTIONS -- ARGUMENTS` until the end of the block.
-
-    Args:
-        model: Checkpoint to serve.
-        log: File for the output.
-        options: Options of `minifloat serve`.
-        arguments: Arguments of vLLM.
-        variables: Environment variables to add.
-    """
+    """Run `minifloat serve MODEL OPTIONS -- ARGUMENTS` until the end of the block."""
     port = free_port()
     process = start(model, port, log, *options, arguments=arguments, **variables)
     try:

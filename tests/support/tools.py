@@ -40,11 +40,7 @@ _TORCHVISION = "torchvision==0.28.0"
 
 @cache
 def python_of(tool: str) -> str:
-    """The Python of a tool's environment, which is made if it is not there.
-
-    Args:
-        tool: A name in `TOOLS`; ``requirements-<tool>.txt`` says what is installed, its first line before the others.
-    """
+    """The Python of a tool's environment, which is made if it is not there."""
     requirements = INTEROP / f"requirements-{tool}.txt"
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
     folder = VENVS / tool
@@ -68,9 +64,6 @@ def torchvision_of(tool: str) -> str:
 
     torchvision cannot be imported without its compiled operators; ``torchvision_operators/sitecustomize.py`` declares
     them.
-
-    Args:
-        tool: A name in `TOOLS`.
     """
     python, folder = Path(python_of(tool)), VENVS / f"{tool}-torchvision"
     with _locked(VENVS / f"{tool}.lock"):
@@ -104,19 +97,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_script(tool: str, script: str, request: Any, folder: Path, timeout: float = 900, **variables: str) -> list[Any]:
-    """Run a script of `tests/interop` under a tool's Python.
-
-    Args:
-        tool: A name in `TOOLS`.
-        script: Its file; called with the request's file and the answers' file.
-        request: As JSON.
-        folder: For files; what the script prints goes to ``<script>.log`` in it.
-        timeout: Seconds.
-        **variables: Environment variables to add.
-
-    Returns:
-        The lines of the answers' file, all that were written before it ended or died.
-    """
+    """Run a script of `tests/interop` under a tool's Python."""
     asked, answered, log = (folder / f"{script}.{end}" for end in ("request", "answers", "log"))
     asked.write_text(json.dumps(request))
     answered.write_text("")

@@ -41,17 +41,7 @@ Change = Callable[[Config, dict[str, torch.Tensor]], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint with the expected verdicts.
-
-    Attributes:
-        make: Function that writes the checkpoint into a new folder.
-        rules: Names of the rules of `check` that apply, without "head-unquantized".
-        refusal: Regular expression of vLLM's error; empty if vLLM loads the checkpoint.
-        amx: Whether AMX is all that vLLM needs to load the checkpoint.
-        as_if_amx: Whether vLLM is told that there is AMX, since it refuses the checkpoint before using AMX.
-        tp: Processes that share every matrix.
-        compared: Whether vLLM's answers can be compared with those of `minifloat.load`.
-    """
+    """A checkpoint with the expected verdicts."""
 
     make: Make
     rules: tuple[str, ...] = ()

@@ -18,15 +18,7 @@ _KEEP_EXPERTS = (r"\.experts\.=bf16",)
 
 @dataclass(frozen=True)
 class Family:
-    """A family, by its model type in transformers.
-
-    Attributes:
-        model_type: Key of transformers' config mapping.
-        config: Fields of the small config beside those that the matrix of architectures takes.
-        overrides: Overrides of `quantize`.
-        torchvision: Whether vLLM's code for it imports torchvision.
-        refusal: Regular expression of vLLM's error; empty if it answers.
-    """
+    """A family, by its model type in transformers."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)

@@ -25,13 +25,7 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Started:
-    """A checkpoint to start.
-
-    Attributes:
-        folder: Its folder.
-        tp: Processes that share every matrix.
-        as_if_amx: Whether vLLM is told that there is AMX.
-    """
+    """A checkpoint to start."""
 
     folder: Path
     tp: int = 1
@@ -39,13 +33,7 @@ class Started:
 
 
 def run_in_vllm(checkpoints: Mapping[str, Started], folder: Path, *, torchvision: bool = False) -> dict[str, Any]:
-    """Return vLLM's answers for each checkpoint, from one process; if a checkpoint kills it, another runs the rest.
-
-    Args:
-        checkpoints: By name.
-        folder: For files.
-        torchvision: Whether vLLM's code for these models imports torchvision.
-    """
+    """Return vLLM's answers for each checkpoint, from one process; if a checkpoint kills it, another runs the rest."""
     variables = {"PYTHONPATH": torchvision_of("vllm")} if torchvision else {}
     answers: dict[str, Any] = {}
     while rest := [name for name in checkpoints if name not in answers]:

@@ -37,15 +37,7 @@ DEEPSEEK_V4: dict[str, Any] = {"experts": True, "model_type": "deepseek_v4"}
 
 
 def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **facts: Any) -> Subject:
-    """A model of one layer.
-
-    Args:
-        scheme: Scheme of all its weights.
-        layout: Name of the layout.
-        facts: Fields of `Subject`; ``shapes``, which replaces some of `SHAPES`; ``plain``, modules that are not
-            quantized; ``experts``, whether the layer has experts; ``head``, whether lm_head has weights of its own;
-            ``embedding``, whether the embedding is quantized.
-    """
+    """A model of one layer."""
     chosen = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     shapes = SHAPES | facts.pop("shapes", {})
     plain = facts.pop("plain", ())

@@ -16,15 +16,7 @@ from minifloat.report import html, markdown
 
 
 def scores_of(late_factor: float, windows: int = 24, width: int = 2048, seed: int = 0, short: int = 0) -> TokenScores:
-    """Return skewed KL divergences of windows, each of its own level, multiplied by a factor after 3/4 of the window.
-
-    Args:
-        late_factor: The factor.
-        windows: Number of windows.
-        width: Tokens of a window, the first of which is not scored.
-        seed: Of the random numbers.
-        short: Number of further windows that have 100 tokens and ten times the KL divergence.
-    """
+    """Skewed KL divergences of windows, each of its own level, multiplied by a factor after 3/4 of the window."""
     rng = np.random.default_rng(seed)
     widths = [width] * windows + [100] * short
     position = np.concatenate([np.arange(1, w) for w in widths]).astype(np.int32)

@@ -13,11 +13,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 def exchange(client: Client, *pieces: bytes) -> bytes:
-    """Send bytes and return everything that comes until the server ends the connection.
-
-    Raises:
-        ConnectionError: If the server resets the connection.
-    """
+    """Send bytes and return everything that comes until the server ends the connection."""
     with client.connect() as connection:
         for piece in pieces:
             connection.sendall(piece)
