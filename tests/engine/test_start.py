@@ -55,6 +55,27 @@ def test_the_native_path_imports_neither_transformers_nor_the_compiler(llama_fol
     assert not found
 
 
+#: As `serve` does: a decoder opens and answers, then transformers' code, which needs torch's device "meta".
+_LEAN = """
+import sys
+from minifloat.serve.starting import import_torch
+import_torch()
+import torch
+from minifloat.engine import Engine, EngineOptions, SamplingParams
+params = SamplingParams(temperature=0.0, max_tokens=4)
+answers, lean = [], []
+for runner in ("native", "transformers"):
+    engine = Engine(sys.argv[1], EngineOptions(kv_cache_memory=1 << 20, runner=runner, dtype="float32"))
+    answers.append(engine.generate("Once", params)[0].text)
+    lean.append("torch._meta_registrations" not in sys.modules and "torch._refs" not in sys.modules)
+print(lean, answers[0] == answers[1], torch.empty(2, 3, device="meta").cumsum(1).shape == (2, 3))
+"""
+
+
+def test_serve_imports_the_kernels_of_tensors_without_memory_for_transformers_only(llama_folder: Path) -> None:
+    assert start(_LEAN, llama_folder) == ["[True, False] True True"]
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text", "qwen3_vl"])
 def test_models_that_transformers_saved_are_opened_without_it(name: str, tmp_path: Path) -> None:
     runner, modules = start(_START, write(model_of(name), tmp_path / "m"))

@@ -7,6 +7,7 @@ straight into the decoder of the CPU or of the GPU; for all others transformers'
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import time
@@ -301,7 +302,9 @@ def _load_transformers(
     """Load transformers' model, which supports every architecture and none of the decoders' options."""
     if options.runner not in ("auto", "transformers"):
         raise UsageError(f"the {options.runner} decoder does not cover this model: {reason}")
-    # transformers' modelling code takes seconds to import, and the decoders do without it
+    # transformers' modelling code takes seconds to import, and the decoders do without it; it needs the device "meta",
+    # which `serve` leaves out of torch at first
+    importlib.import_module("torch._meta_registrations")
     from minifloat.engine.transformers_runner import TransformersRunner
     from minifloat.model.runtime.load import LoadOptions, load_opened
 

@@ -10,7 +10,7 @@ from minifloat.checkpoint.hub import model_name
 from minifloat.report.text import size_text
 from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
-from minifloat.serve.starting import bind, importing, starting
+from minifloat.serve.starting import bind, import_torch, importing, starting
 
 if TYPE_CHECKING:
     from minifloat.engine import EngineOptions, ModelInfo
@@ -42,6 +42,8 @@ def serve_checkpoint(
         _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
         with starting():
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.
+            if options is None or options.device == "cpu":
+                import_torch()
             from minifloat.engine import AsyncEngine, Engine
             from minifloat.kernels.threads import set_up
 
