@@ -105,7 +105,7 @@ def test_all_inputs_stay_in_16_bits_where_most_weights_need_it(
         report = quantize(llama, tmp_path / name, text)
         assert report.recipe["scheme"] == "fp8"
         assert report.recipe["overrides"] == []
-        assert any("The scheme is fp8 instead of fp8-dynamic" in note for note in report.notes)
+        assert any("so the scheme became fp8 instead of fp8-dynamic" in note for note in report.notes)
 
 
 def test_a_scheme_that_is_named_is_obeyed(

@@ -170,13 +170,16 @@ class InputChoice:
         """Yield sentences for the user."""
         whole, weights = self.first.whole, self.first.weights
         costs = (
-            f"rounding all inputs was predicted to give KL {whole.kl:.4f} and another top-1 for "
+            f"on this text, rounding all inputs was predicted to give KL {whole.kl:.4f} and another top-1 for "
             f"{whole.disagreement:.1%} of the tokens, 16-bit inputs KL {weights.kl:.4f} and "
             f"{weights.disagreement:.1%}; {_BOUNDS}"
         )
         name, other = self.scheme.name, self.other.name
         if self.everywhere:
-            yield f"The scheme is {other} instead of {name}: {costs}. --scheme {name} rounds inputs nevertheless."
+            yield (
+                f"All inputs stay in 16 bits, so the scheme became {other} instead of {name}: {costs}. "
+                f"--scheme {name} rounds inputs nevertheless."
+            )
         elif any(self.wide):
             total = (
                 f"{sum(self.wide)} of {len(self.wide)} groups of weights ({self.wide_weights:.0%} of the operations)"
@@ -191,12 +194,8 @@ class InputChoice:
             yield f"What inputs cost was measured in sets of {self.layers_together} adjacent layers, to save time."
         if len(self.measured) > 1:
             yield f"KL of the attempts: {', '.join(f'{loss.kl:.4f}' for loss in self.measured)}."
-        if self.measured and not within(self.measured[-1], 1.0):
-            last = self.measured[-1]
-            yield (
-                f"WARNING: compare may fail this model: KL {last.kl:.4f} and another top-1 for {last.disagreement:.1%} "
-                f"of the tokens were measured; {_BOUNDS}."
-            )
+        if self.measured and not (last := self.measured[-1]).kl <= MAX_KL:
+            yield f"WARNING: the KL on the text that chooses is {last.kl:.4f}, and compare allows {MAX_KL:g}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choice and what it came from as JSON values."""
