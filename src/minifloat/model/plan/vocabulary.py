@@ -54,8 +54,8 @@ def vocabulary_notes(plan: QuantizationPlan) -> Iterator[str]:
             continue
         is_head = tensor.role is Role.LM_HEAD
         what = "output layer" if is_head else "embedding, which is the output layer too," if is_tied else "embedding"
-        where = "" if is_head else "; of all servers only minifloat loads that"
+        where = "" if is_head else ", and only minifloat serves that"
         yield (
             f"The {what} stays in 16 bits: --{'lm-head' if is_head else 'embedding'} fp8 would save "
-            f"{size_text(saved)}, {100 * saved / total:.0f}% of the output{where}."
+            f"{size_text(saved)}, {100 * saved / total:.0f}% of the output{where}; compare says what it costs."
         )
