@@ -245,7 +245,8 @@ def formats_text(model: ModelRecord) -> str:
         )
     lm_head = f", output layer in {model.lm_head}" if model.lm_head else ""
     cache = f", keys and values in {model.kv_cache}" if model.kv_cache else ""
-    return f"inputs of the linears in {model.activations}{lm_head}{cache}"
+    code = "transformers' code" if model.runner == "transformers" else "minifloat's engine, as it is served"
+    return f"run by {code}: inputs of the linears in {model.activations}{lm_head}{cache}"
 
 
 def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
