@@ -21,7 +21,8 @@ from minifloat.evaluate.compare.intervals import Estimate, mean_interval, propor
 from minifloat.evaluate.compare.series import Stratum
 from minifloat.evaluate.compare.verdict import FEWEST_EFFECTIVE, FEWEST_UNITS
 
-COUNTS = (8, 12, 15, 24, 40, 100)
+#: Of fewer units no check passes.
+COUNTS = (15, 24, 40, 100)
 WINDOW = 255
 
 
@@ -37,19 +38,31 @@ def autoregressive(rho: float, sigma: float | None) -> Callable[[np.random.Gener
     return draw
 
 
-def measure(name: str, draw: Callable[[], Estimate], truth: float, repetitions: int, count: int) -> None:
-    """Print a row: how often the units are enough to pass, and how often the interval misses then, on each side.
+def measure(name: str, draw: Callable[[int], Estimate], truth: float, repetitions: int) -> None:
+    """Print the row of a kind of data, with the figures of each number of units.
 
-    Where they never are, the misses are of all intervals.
+    They are how often the units are enough to pass, and of these draws how often the interval misses on each side.
     """
-    found = [draw() for _ in range(repetitions)]
-    enough = [each for each in found if count >= FEWEST_UNITS and (each.effective_units or 0) >= FEWEST_EFFECTIVE]
-    share = len(enough) / repetitions
-    judged = enough or found
-    above, below = np.mean([each.low > truth for each in judged]), np.mean([each.high < truth for each in judged])
-    width = np.median([each.high - each.low for each in found])
-    effective = np.median([each.effective_units or 0 for each in found])
-    print(f"| {name} | {count} | {effective:.1f} | {share:.0%} | {above:.1%} | {below:.1%} | {width:.3g} |", flush=True)
+    columns: list[list[str]] = []
+    for count in COUNTS:
+        found = [draw(count) for _ in range(repetitions)]
+        enough = [each for each in found if count >= FEWEST_UNITS and (each.effective_units or 0) >= FEWEST_EFFECTIVE]
+        above, below = (
+            100 * np.mean(misses)
+            for misses in ([each.low > truth for each in enough], [each.high < truth for each in enough])
+        )
+        width = np.median([each.high - each.low for each in found])
+        effective = np.median([each.effective_units or 0 for each in found])
+        columns.append(
+            [
+                f"{effective:.0f}",
+                f"{100 * len(enough) / repetitions:.0f}",
+                f"{above:.1f}",
+                f"{below:.1f}",
+                f"{width:.2g}",
+            ]
+        )
+    print(f"| {name} | {' | '.join(', '.join(cells) for cells in zip(*columns, strict=True))} |", flush=True)
 
 
 def simulated(repetitions: int) -> None:
@@ -58,23 +71,24 @@ def simulated(repetitions: int) -> None:
         for rho in (0.0, 0.2, 0.4, 0.6):
             series = autoregressive(rho, sigma)
             truth = 0.0 if sigma is None else math.exp(sigma * sigma / 2)
-            for count in COUNTS:
-                strata = [Stratum(count, adjacent=True)]
-                interval = lambda: mean_interval(series(rng, count), np.ones(count), strata)  # noqa: B023, E731
-                measure(f"{kind}, {rho}, windows", interval, truth, repetitions, count)
+
+            def windows(count: int) -> Estimate:
+                return mean_interval(series(rng, count), np.ones(count), [Stratum(count, adjacent=True)])  # noqa: B023
+
+            measure(f"{kind}, {rho}, windows", windows, truth, repetitions)
     for sigma in (0.5, 1.0):
-        for count in COUNTS:
-            interval = lambda: mean_interval(rng.lognormal(0, sigma, count), np.ones(count))  # noqa: B023, E731
-            measure(f"lognormal ({sigma}), documents", interval, math.exp(sigma * sigma / 2), repetitions, count)
+
+        def documents(count: int) -> Estimate:
+            return mean_interval(rng.lognormal(0, sigma, count), np.ones(count))  # noqa: B023
+
+        measure(f"lognormal ({sigma}), documents", documents, math.exp(sigma * sigma / 2), repetitions)
     for fraction in (0.99, 0.999):
-        for count in COUNTS:
-            strata, sizes = [Stratum(count, adjacent=True)], np.full(count, float(WINDOW))
-            interval = lambda: proportion_interval(  # noqa: E731
-                rng.binomial(WINDOW, fraction, count).astype(float),  # noqa: B023
-                sizes,  # noqa: B023
-                strata,  # noqa: B023
-            )
-            measure(f"binomial, {fraction}, windows", interval, fraction, repetitions, count)
+
+        def tokens(count: int) -> Estimate:
+            hits = rng.binomial(WINDOW, fraction, count).astype(float)  # noqa: B023
+            return proportion_interval(hits, np.full(count, float(WINDOW)), [Stratum(count, adjacent=True)])
+
+        measure(f"binomial, {fraction}, windows", tokens, fraction, repetitions)
 
 
 def scores_of(pair: list[str], scores: Path, max_tokens: int) -> dict[str, np.ndarray]:
@@ -110,14 +124,13 @@ def measured(arrays: dict[str, np.ndarray], repetitions: int) -> None:
     sizes = arrays.pop("sizes")
     for name, sums in arrays.items():
         interval = proportion_interval if name == "same top-1" else mean_interval
-        for count in COUNTS:
-            parts, strata = stretches(len(sizes), count, repetitions), [Stratum(count, adjacent=True)]
+        starts = {count: stretches(len(sizes), count, repetitions) for count in COUNTS}
 
-            def draw() -> Estimate:
-                part = next(parts)  # noqa: B023
-                return interval(sums[part], sizes[part], strata)  # noqa: B023
+        def draw(count: int) -> Estimate:
+            part = next(starts[count])  # noqa: B023
+            return interval(sums[part], sizes[part], [Stratum(count, adjacent=True)])  # noqa: B023
 
-            measure(f"{name}, of {len(sizes)} windows", draw, sums.sum() / sizes.sum(), repetitions, count)
+        measure(f"{name}, of {len(sizes)} windows", draw, sums.sum() / sizes.sum(), repetitions)
 
 
 def main() -> None:
@@ -128,7 +141,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=150_000)
     arguments = parser.parse_args()
     started = time.perf_counter()
-    print("| units | number | effective | may pass | above the truth | below | width |\n|---|---|---|---|---|---|---|")
+    print("| units | effective | may pass, % | above the truth, % | below, % | width |\n|---|---|---|---|---|---|")
     if arguments.pair:
         measured(scores_of(arguments.pair, arguments.scores, arguments.max_tokens), arguments.repetitions)
     else:

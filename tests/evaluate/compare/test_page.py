@@ -206,7 +206,10 @@ def test_models_settings_and_machine_are_listed() -> None:
     names, values = ([text_of(element) for element in section.iter(tag)] for tag in ("dt", "dd"))
     assert dict(zip(names, values, strict=True)) == {
         "baseline": "models/storybook: 18,874,368 bytes, run by transformers' code: inputs of the linears in BF16",
-        "candidate": "models/storybook-fp8-block: 9,437,184 bytes, run by transformers' code: inputs of the linears in E4M3 per token (dynamic)",
+        "candidate": (
+            "models/storybook-fp8-block: 9,437,184 bytes, run by transformers' code: inputs of the linears "
+            "in E4M3 per token (dynamic)"
+        ),
         "windows": "256 tokens, in bfloat16",
         "tokens": "24,690, scored in 12.3 s",
         "date": "2025-11-22",
