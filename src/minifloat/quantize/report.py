@@ -14,7 +14,7 @@ from minifloat.model.plan.tensor_plan import Part, QuantizedShare, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import E2M1
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.quantize.estimate import Rates, Tokens, rounding_work, shapes_of, writing_seconds
+from minifloat.quantize.estimate import Rates, Tokens, layers_of, rounding_work, shapes_of, writing_seconds
 from minifloat.quantize.nonfinite import Copied, nonfinite_detail
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.document import ShortReport
@@ -224,7 +224,7 @@ def estimate_seconds(weights: Sequence[tuple[str, Sequence[int]]], rate: float) 
     """Return the estimated time of a run with the default text, with usual rates for a rate of products."""
     shapes, rates = shapes_of(weights), Rates.of_product(rate)
     elements = sum(rows * width for rows, width in shapes.values())
-    writing = writing_seconds(elements, 2.0 * elements, _SEQUENCES, _TOKENS.length, rates)
+    writing = writing_seconds(elements, 2.0 * elements, layers_of(shapes), _SEQUENCES, _TOKENS.length, rates)
     return rounding_work(shapes, {}, _TOKENS).seconds(rates) + writing
 
 

@@ -21,6 +21,12 @@ from minifloat.quantize.rounding.statistics import Accumulator, Rows
 _TOKENS, _WIDTH, _OUTPUTS, _LENGTH = 2048, 1536, 1024, 256
 #: Rows and columns of a tile of a factorization, and rows that a thread solves for.
 _TILE = 512
+#: Small operations between the products of a layer: norms, rotary embedding, softmax, residual sums, files.
+_SMALL_OPERATIONS = 96
+#: Seconds that Python takes for a layer.
+_LEAST_PAUSE = 0.002
+#: Seconds for which a kind of work is repeated.
+_SECONDS = 0.2
 #: Bytes that are read.
 _BUFFER = 1 << 27
 
@@ -61,7 +67,20 @@ def measure_rates(scheme: Scheme, dtype: torch.dtype, device: str | torch.device
             each.dequantize()
 
     casts = _rate(float(_OUTPUTS) * _WIDTH, cast)
-    return Rates(forward, gram, _tile_rate(), single, solve, rounding, casts, _read_rate(forward))
+    return Rates(forward, gram, _tile_rate(), single, solve, rounding, casts, _read_rate(forward), _pause(moved))
+
+
+def _pause(inputs: Tensor) -> float:
+    """Return the seconds of the small operations of a layer, which wait for each other's threads."""
+    hidden = inputs[:_LENGTH, :_LENGTH]
+    scores = hidden.float()
+
+    def layer() -> None:
+        for _ in range(_SMALL_OPERATIONS // 4):
+            torch.softmax(scores + scores, -1).to(hidden.dtype).mul_(hidden)
+        _wait(inputs)
+
+    return max(1.0 / _rate(1.0, layer), _LEAST_PAUSE)
 
 
 def _tile_rate() -> float:
@@ -85,13 +104,13 @@ def _read_rate(forward: float) -> float:
 
 
 def _rate(operations: float, work: Callable[[], object]) -> float:
-    """Return operations per second, the better of two times: the first one starts threads."""
-    best = float("inf")
-    for _ in range(2):
-        started = time.perf_counter()
+    """Return operations per second on average, with what else runs; a first call, not counted, starts threads."""
+    work()
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < _SECONDS or not count:
         work()
-        best = min(best, time.perf_counter() - started)
-    return operations / best
+        count += 1
+    return operations * count / elapsed
 
 
 def _wait(tensor: Tensor) -> None:
