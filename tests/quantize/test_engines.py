@@ -36,7 +36,8 @@ def test_the_default_becomes_a_scheme_that_engines_load_and_that_is_said_before_
 
     report = quantize_checkpoint(ragged, out, announce=announce)
     assert report.recipe["scheme"] == "fp8-dynamic"
-    assert len(said) == 1
+    assert len(said) == 2
+    assert said[1].startswith("Nothing was measured on this model.")
     assert "of this model the default fp8-block loads in no engine but minifloat" in said[0]
     assert "fp8-dynamic, which loads in vLLM, SGLang, transformers" in said[0]
     assert said[0] in report.notes
@@ -50,11 +51,11 @@ def test_a_chosen_scheme_that_only_minifloat_loads_is_written_after_a_warning(ra
     assert "--scheme fp8-dynamic loads in vLLM, SGLang, transformers" in said[0]
 
 
-def test_nothing_is_announced_where_the_default_loads(tmp_path: Path) -> None:
+def test_a_default_that_loads_is_announced_as_unmeasured_only(tmp_path: Path) -> None:
     said: list[str] = []
     report = quantize_checkpoint(STORYBOOK, tmp_path / "out", announce=said.append)
     assert report.recipe["scheme"] == "fp8-block"
-    assert not said
+    assert [sentence.partition(".")[0] for sentence in said] == ["Nothing was measured on this model"]
 
 
 def test_a_target_says_what_it_decided(ragged: Path, tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_target_says_what_it_decided(ragged: Path, tmp_path: Path) -> None:
     assert "the default fp8-block loads not on vllm:h100" in changed.notes[0]
     kept = quantize_checkpoint(STORYBOOK, tmp_path / "b", options=QuantizeOptions(target="vllm:h100"))
     assert kept.recipe["scheme"] == "fp8-block"
-    assert kept.notes[0].startswith("vllm:h100: loads as fp8-block (FP8 in 128x128 blocks with ")
+    assert kept.notes[1].startswith("vllm:h100: loads as fp8-block (FP8 in 128x128 blocks with ")
     with pytest.raises(UsageError, match=r"will not load: .*; --scheme fp8-dynamic loads on vllm:h100"):
         quantize_checkpoint(ragged, tmp_path / "c", "fp8-block", QuantizeOptions(target="vllm:h100"))
 
