@@ -12,6 +12,7 @@ from gpu_run import Run
 from minifloat.evaluate.bench.shapes import SHAPES, Shape, write_random
 from minifloat.evaluate.bench.worker import Worker
 from minifloat.evaluate.bench.workload import Workload
+from minifloat.kernels.processors import TeamOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -54,7 +55,7 @@ def _decode(run: Run, name: str, path: Path, shape: Shape, baseline: dict[int, f
         "prefix_cache": False,
     }
     load = Workload(input_len, output_len, batches)
-    with Worker(path, options, None) as worker:
+    with Worker(path, options, TeamOptions()) as worker:
         info = worker.info
         for batch in batches:
             steps: list[float] = []

@@ -181,6 +181,21 @@ void observe(Fields& fields) {
     require(sum == count, "the bins do not hold every element once");
 }
 
+void divergence(Fields& fields) {
+    minifloat_divergence_args a = {};
+    a.rows = fields.size(8), a.vocab = fields.size(500), a.top = fields.size(MINIFLOAT_DIVERGENCE_TOP);
+    a.threads = fields.small(-1, 3);
+    const bool wrong = a.rows < 0 || a.top < 1 || a.top > a.vocab || a.top > MINIFLOAT_DIVERGENCE_TOP;
+    if (wrong) require(minifloat_divergence(fields.isa(), &a) != MINIFLOAT_OK, "wrong sizes were accepted");
+    if (wrong || !fits({a.rows, a.vocab})) return;
+    Buffer p(a.rows * a.vocab * 4, 0, fields.seed()), q(a.rows * a.vocab * 4, 0, fields.seed());
+    Buffer sums(a.rows * 3 * 8, 0, 1), logits(2 * a.rows * a.top * 4, 0, 1), tokens(2 * a.rows * a.top * 4, 0, 1);
+    a.p = p.as<float>(), a.q = q.as<float>(), a.sums = sums.as<double>();
+    a.p_logits = logits.as<float>(), a.q_logits = a.p_logits + a.rows * a.top;
+    a.p_tokens = tokens.as<int32_t>(), a.q_tokens = a.p_tokens + a.rows * a.top;
+    minifloat_divergence(fields.isa(), &a);
+}
+
 void round_with_feedback(Fields& fields) {
     minifloat_round_with_feedback_args a = {};
     a.rows = fields.size(30), a.cols = fields.size(100), a.groups = fields.size(10);
@@ -360,7 +375,7 @@ void read(Fields& fields) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     static void (*const kFunctions[])(Fields&) = {
-        quantize_rows, round_inputs, observe, round_with_feedback, gram, linear, moe, read,
+        quantize_rows, round_inputs, observe, divergence, round_with_feedback, gram, linear, moe, read,
     };
     Fields fields(data, size);
     kFunctions[fields.small(0, 7)](fields);

@@ -337,12 +337,6 @@ def test_every_runner_computes_what_load_does_with_an_fp8_lm_head(
     assert tokens(engine, prompts) == expected(tmp_path / "q", prompts, lm_head="auto")
 
 
-def test_weights_that_bf16_does_not_hold_are_left_to_transformers(make_llama: MakeModel, tmp_path: Path) -> None:
-    engine = Engine(make_llama(tmp_path / "float32", dtype="float32"))
-    assert engine.info.runner == "transformers"
-    assert "BF16" in engine.info.reason_not_native
-
-
 def test_the_scales_of_a_cache_are_found_where_modelopt_writes_them() -> None:
     folder = Path(__file__).parents[1] / "data" / "interop" / "modelopt-fp8-kv"
     with Checkpoint.open(folder) as checkpoint:

@@ -373,7 +373,7 @@ def interrupted_after(batches: int) -> Callable[[int, int, str], None]:
     calls = iter(range(1000))
 
     def progress(*_: Any) -> None:
-        if next(calls) == batches - 1:
+        if next(calls) == batches:  # the first call tells of the memory
             raise KeyboardInterrupt
 
     return progress

@@ -146,7 +146,7 @@ def test_a_pattern_for_a_tied_lm_head_says_that_it_is_tied(make_checkpoint: Make
 
 def test_embeddings_are_refused_by_name(make_checkpoint: Make) -> None:
     with pytest.raises(UnsupportedTensorError, match=r"model\.embed_tokens\.weight"):
-        plan_of(make_checkpoint(), "fp8", "embed_tokens=fp8")
+        plan_of(make_checkpoint(), "fp8", "embed_tokens=mxfp4")
 
 
 @pytest.mark.parametrize("override", ["q_proj=mxfp8", "up_proj=bf16"])

@@ -66,7 +66,7 @@ def is_read_elsewhere(layer: Any) -> bool:
 
 def is_bf16_matrix(weight: Tensor) -> bool:
     """Return whether `hold` takes an unquantized weight."""
-    return not why_not(None, tuple(weight.shape), weight.device, weight.dtype)
+    return weight.dtype == torch.bfloat16 and not why_not(None, tuple(weight.shape), weight.device, weight.dtype)
 
 
 def is_held(layer: Any) -> bool:
