@@ -1,14 +1,14 @@
-"""Measure KL divergence and decode speed of every scheme, and draw them: the picture of the README.
+"""Draw KL divergence and decode speed of every scheme: the picture of the README.
 
-    python benchmarks/picture.py quality FIGURES.json                          # about 3 minutes on two cores
+    python benchmarks/real.py quality MODEL RESULTS.json ...                   # see there
+    python benchmarks/picture.py quality FIGURES.json RESULTS.json --model SmolLM2-135M --text TEXT
     python benchmarks/picture.py speed FIGURES.json --models-dir DIR           # about half a minute a scheme
     python benchmarks/picture.py draw FIGURES.json docs/images/schemes.svg --machine TEXT
 
-`quality` quantizes a trained model (examples/storybook-4m) to every scheme, rounded to nearest, and to mxfp4 with
-codes chosen with text that the model writes itself. It compares all of them with the original on the built-in text,
-with inputs quantized as each scheme declares. `speed` measures a decode step of one sequence on a random model of 1.1
-billion weights, whose limit is the memory's bandwidth, beside the same model in BF16, in turn. Every scheme is a piece
-of its own, which adds its figures to the file. Each step keeps the command and the date beside its figures.
+`quality` takes what `benchmarks/real.py` measured on one text, codes rounded to nearest and chosen with text that the
+model writes itself. `speed` measures a decode step of one sequence on a random model of 1.1 billion weights, whose
+limit is the memory's bandwidth, beside the same model in BF16, in turn. Every scheme is a piece of its own, which adds
+its figures to the file. Each step keeps the command and the date beside its figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import shlex
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,13 @@ import click
 import matplotlib
 from matplotlib.figure import Figure
 
-from minifloat import SCHEMES, CompareOptions, compare_models, quantize_checkpoint
-from minifloat.calibration.calibrate import calibrate
-from minifloat.calibration.options import CalibrateOptions
-from minifloat.calibration.result import Calibration
+from minifloat import SCHEMES
 from minifloat.evaluate.bench.figures import CpuTime, MachineUse, spread
 from minifloat.evaluate.bench.gains import bench_checkpoint
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.workload import Workload
 from minifloat.numerics.scheme import get_scheme
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-TEXT = EXAMPLES / "texts" / "stories_calibration.txt"
-WITH_DATA = "mxfp4"
-SELF = "self"
-SAMPLES = 28  #: sequences of 256 tokens that the example text has, less what is held out
 SHAPE = "tinyllama-1.1b"
 BUSY = 0.05  #: share of the machine's time used by others above which a time is not to be quoted
 
@@ -53,29 +44,20 @@ def main() -> None:
 
 @main.command()
 @click.argument("figures", type=click.Path(path_type=Path))
-@click.option("--model", type=click.Path(exists=True, path_type=Path), default=EXAMPLES / "storybook-4m")
-def quality(figures: Path, model: Path) -> None:
-    """Measure the KL divergence of every scheme and write it into FIGURES."""
-    names = [*SCHEMES, f"{WITH_DATA} {SELF}"]
-    with tempfile.TemporaryDirectory() as folder:
-        calibration = _calibration(model, Path(folder))
-        outs = []
-        for name in names:
-            scheme, _, data = name.partition(" ")
-            static = calibration if _needs_scales(scheme) else None
-            out = Path(folder) / name.replace(" ", "-")
-            quantize_checkpoint(model, out, scheme, calibration=static, data=data or None)
-            outs.append(out)
-            click.echo(f"{name}: quantized")
-        comparison = compare_models(model, outs, (), CompareOptions(prompts=0, lm_head="bf16"))
-    rows = {}
-    for name, candidate in zip(names, comparison.candidates, strict=True):
-        kl = candidate.overall.kl_mean
-        rows[name] = {"kl": kl.value, "low": kl.low, "high": kl.high, "bytes": candidate.model.nbytes}
-        click.echo(f"{name:16} {kl.value:.5f} [{kl.low:.5f}, {kl.high:.5f}]")
-    tokens = comparison.candidates[0].overall.tokens
-    record = {"model": model.name, "tokens": tokens, "window": comparison.window, "rows": rows}
-    _store(figures, "quality", record)
+@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.option("--model", required=True, help="Name of the model, for the caption.")
+@click.option("--text", required=True, help="The text whose figures are drawn.")
+def quality(figures: Path, results: Path, model: str, text: str) -> None:
+    """Take the KL divergence of every scheme from RESULTS of `benchmarks/real.py` into FIGURES."""
+    rows, tokens = {}, 0
+    for cell, known in _load(results)["cells"].items():
+        for judged in known.get("compare", {}).get("texts", ()):
+            if judged["text"] == text:
+                scheme, choice = known["quantize"]["scheme"], cell.rpartition(" ")[2]
+                name = scheme if choice == "nearest" else f"{scheme} {choice}"
+                kl, tokens = judged["kl_mean"], judged["tokens"]
+                rows[name] = {"kl": kl["value"], "low": kl["low"], "high": kl["high"]}
+    _store(figures, "quality", {"model": model, "text": text, "tokens": tokens, "rows": rows})
 
 
 @main.command()
@@ -126,12 +108,12 @@ def picture(data: dict[str, Any], processor: str) -> str:
         label = f"{scheme} --data {chosen}" if chosen else scheme
         gain = speeds.get(scheme, {}).get("gain")  # the codes do not change the speed
         rows.append((label, kl, gain))
-    speed_record, quality_record = data["speed"], data["quality"]
+    speed_record, kl_record = data["speed"], data["quality"]
     widest = max(row["spread"] for row in speeds.values())
     rounds = min(len(row["rounds"]) for row in speeds.values())
     notes = (
-        f"KL: {quality_record['model']}, {quality_record['tokens']:,} tokens, 95% intervals, inputs quantized as the "
-        f"scheme declares ({quality_record['date']}).",
+        f"KL: {kl_record['model']}, {kl_record['tokens']:,} tokens of {kl_record['text']}, 95% intervals, "
+        f"inputs quantized as the scheme declares ({kl_record['date']}).",
         f"Speed: {speed_record['model']} shape, one sequence, median of {rounds} rounds beside BF16, which spread by "
         f"up to {widest:.0%}; {processor} ({speed_record['date']}).",
         "Made by benchmarks/picture.py, whose commands and figures are in the JSON file beside this picture.",
@@ -164,12 +146,6 @@ def _drawn(rows: list[tuple[str, dict[str, float], float | None]], notes: tuple[
 def _needs_scales(name: str) -> bool:
     activation = get_scheme(name).activation
     return activation is not None and activation.needs_calibration
-
-
-def _calibration(model: Path, folder: Path) -> Calibration:
-    """Return statistics of the inputs on the example text, for the schemes with static scales."""
-    options = CalibrateOptions(samples=SAMPLES, seq_len=256, own_text_file=folder / "own")
-    return calibrate(str(model), (str(TEXT),), options)
 
 
 def _load(figures: Path) -> dict[str, Any]:
