@@ -66,9 +66,11 @@ def test_where_nothing_fits_the_number_of_devices_is_said() -> None:
 
 def test_the_recommended_scheme_comes_with_its_measured_loss_and_with_what_loses_less() -> None:
     output = run(LLAMA, "--hardware", "h100", "--gpus", "2", "--batch", "32").output
-    fastest = "Fastest of what fits, at the bound: mxfp4 (on storybook-4m: perplexity +2.21% [1.80, 2.67], KL 0.0311 "
+    fastest = (
+        "Fastest of what fits, at the bound: mxfp4 (on SmolLM2-135M: perplexity +57.77% [52.13, 64.55], KL 0.5430 "
+    )
     assert fastest in output
-    assert "Least loss of what fits: fp8 (on storybook-4m: perplexity +0.17%" in output
+    assert "Least loss of what fits: fp8 (on SmolLM2-135M: perplexity +2.30%" in output
     assert "a decode step takes 1.39 x as long" in output
     assert "`minifloat compare` measures it" in output
 
@@ -76,7 +78,7 @@ def test_the_recommended_scheme_comes_with_its_measured_loss_and_with_what_loses
 def test_what_was_not_measured_says_so() -> None:
     output = run(LLAMA, "--scheme", "fp8-static", "--hardware", "h100").output
     (row,) = [line for line in output.splitlines() if line.startswith("fp8-static") and "measured" in line]
-    assert row.split() == ["fp8-static", "+0.35%", *("not", "measured") * 3]
+    assert row.split()[-4:] == ["not", "measured"] * 2
 
 
 def test_unknown_hardware_is_one_line_and_status_2() -> None:

@@ -115,14 +115,15 @@ def test_the_needed_devices_hold_the_model_and_half_as_many_do_not(llama_70b: Pa
     assert not scheme_of(plan_model(llama_70b, hardware="rtx4090", options=PlanOptions(gpus=4)), "bf16").fits
 
 
-def test_the_least_loss_is_that_of_the_smallest_measured_divergence(llama_70b: Path) -> None:
+def test_the_least_loss_is_the_fastest_of_those_with_about_the_smallest_measured_divergence(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="h100", options=PlanOptions(gpus=2, batch=32))
     least = plan.least_loss
     assert least is not None
     divergences = {scheme.scheme: scheme.measured_kl for scheme in plan.schemes}
     assert divergences["bf16"] is None
-    assert divergences["fp8-static"] is None  # perplexity alone was measured
-    assert least.measured_kl == min(value for value in divergences.values() if value is not None)
+    known = [value for value in divergences.values() if value is not None]
+    assert least.measured_kl is not None
+    assert least.measured_kl <= 1.1 * min(known)
     assert plan.to_dict()["least_loss"] == least.scheme == "fp8"
 
 

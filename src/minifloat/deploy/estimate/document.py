@@ -146,7 +146,7 @@ def _loss(loss: KnownLoss | None) -> tuple[str, str]:
     """Return the change of perplexity and the KL divergence."""
     if loss is None:
         return _NOT_MEASURED, _NOT_MEASURED
-    return _measured(loss.ppl_increase, "+.2%"), _NOT_MEASURED if loss.kl is None else _measured(loss.kl, ".4f")
+    return _measured(loss.ppl_increase, "+.2%"), _measured(loss.kl, ".4f")
 
 
 def _measured(measured: Measured, style: str) -> str:
@@ -161,9 +161,9 @@ def _loss_notes(losses: list[KnownLoss]) -> list[str]:
     texts, dates = ({getattr(loss, name) for loss in losses} for name in ("text", "date"))
     return [
         f"loss: change of perplexity and mean KL (nats per token) with 95% intervals on {', '.join(sorted(texts))}, "
-        f"{', '.join(sorted(dates))}, of these two models",
-        "(docs/results.md); they are small, and their weights were rounded to nearest. Yours may lose more or less: "
-        "`minifloat compare` measures it.",
+        f"{', '.join(sorted(dates))}, of SmolLM2-135M",
+        "(docs/results.md), rounded to nearest and with --data self. So small a model loses much. Yours may lose more "
+        "or less: `minifloat compare` measures it.",
     ]
 
 
@@ -174,8 +174,8 @@ def _quality_text(scheme: SchemeEstimate) -> str:
     if not scheme.losses:
         return " (its loss was not measured)"
     first = scheme.losses[0]
-    kl = "" if first.kl is None else f", KL {_measured(first.kl, '.4f')}"
-    return f" (on {first.model}: perplexity {_measured(first.ppl_increase, '+.2%')}{kl})"
+    kl = _measured(first.kl, ".4f")
+    return f" (on {first.model}: perplexity {_measured(first.ppl_increase, '+.2%')}, KL {kl})"
 
 
 # ------------------------------------------------------------------------------------------------- advice
