@@ -357,6 +357,11 @@ def test_notes_name_what_the_figures_leave_out(make_config: Callable[..., Path])
         assert any(words in note for note in plan.notes)
 
 
+def test_codes_of_four_bits_are_chosen_with_data(llama_70b: Path) -> None:
+    (four,) = [s for s in plan_model(llama_70b, "mxfp4", "h100", PlanOptions(gpus=2)).schemes if s.scheme == "mxfp4"]
+    assert four.commands[0] == f"minifloat quantize {llama_70b} OUT --scheme mxfp4 --data self"
+
+
 def test_commands_make_and_serve_the_checkpoint(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, "fp8-static", "h100", PlanOptions(gpus=2, context=8192, batch=4, kv_cache_dtype="fp8"))
     assert plan.schemes[-1].commands == (

@@ -241,7 +241,11 @@ def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: 
     if scheme is not None and candidate.needs_quantize:
         served = "OUT"
         static = scheme.activation is not None and scheme.activation.needs_calibration
-        options = (" --calibration TEXT" if static or fp8_cache else "") + (" --kv-cache fp8" if fp8_cache else "")
+        # codes of 4 bits that are rounded to nearest lose several times as much
+        text = (
+            " --calibration TEXT" if static or fp8_cache else " --data self" if scheme.weight.element.bits == 4 else ""
+        )
+        options = text + (" --kv-cache fp8" if fp8_cache else "")
         commands.append(f"minifloat quantize {shlex.quote(model)} {served} --scheme {scheme.name}{options}")
     if request.hardware.name == CPU:
         whole_blocks = -(-request.context // ENGINE_BLOCK) * ENGINE_BLOCK
