@@ -200,7 +200,7 @@ def finite_or_none(value: float) -> float | None:
 
 
 #: The default text of models with narrow linears.
-_SEQUENCES, _TOKENS = 284, Tokens(256 * 256, 14 * 256, 14 * 256, 256)
+_TOKENS = Tokens(256 * 256, 14 * 256, 14 * 256, 256)
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
@@ -224,7 +224,8 @@ def estimate_seconds(weights: Sequence[tuple[str, Sequence[int]]], rate: float) 
     """Return the estimated time of a run with the default text, with usual rates for a rate of products."""
     shapes, rates = shapes_of(weights), Rates.of_product(rate)
     elements = sum(rows * width for rows, width in shapes.values())
-    writing = writing_seconds(elements, 2.0 * elements, layers_of(shapes), _SEQUENCES, _TOKENS.length, rates)
+    sequences, length = _TOKENS.total // _TOKENS.length, _TOKENS.length
+    writing = writing_seconds(elements, 2.0 * elements, layers_of(shapes), sequences, length, rates)
     return rounding_work(shapes, {}, _TOKENS).seconds(rates) + writing
 
 

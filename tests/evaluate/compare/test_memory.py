@@ -107,13 +107,19 @@ def test_what_is_taken_is_said_before_a_model_is_loaded(
     assert any("the logits of" in message and "deleted in the end" in message for message in messages)
 
 
-def test_too_little_disk_is_refused_with_the_cure(
-    folders: tuple[Path, list[Path]], text: Path, crowded: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_little_disk_is_refused_at_once_with_the_cure(
+    folders: tuple[Path, list[Path]],
+    text: Path,
+    crowded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     usage = memory.shutil.disk_usage(crowded)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UsageError, match=r"the logits of .* use less text \(--max-tokens\), or set TMPDIR"):
         compare_models(*folders, [text], **OPTIONS)
+    assert not any("transformers' code runs the models" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("option", [{"variants": True}, {"attribute": 1.0}])

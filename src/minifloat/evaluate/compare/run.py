@@ -11,11 +11,11 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -56,6 +56,7 @@ from minifloat.model.runtime.tensors import StoredTensors
 #: Tokens of a prompt, taken from the start of a window.
 _PROMPT_TOKENS = 32
 _LOG = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 #: Windows up to this many tokens fit into the engine's default KV cache.
 _SHORT_WINDOW = 2048
@@ -277,13 +278,38 @@ def open_models(
     """Return the baseline, then each candidate as declared and, if the options request them, its other variants."""
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     reason = "a model is loaded already" if len(known) < len(checkpoints) else _why_no_engine(known, options)
+
+    def opened_by(engine: bool) -> list[Model]:
+        if not engine:
+            return [*open_in_transformers(baseline, candidates, options, notes, checkpoints)]
+        with _refusals_of_engines():
+            return _in_engines([str(model) for model in (baseline, *candidates)], known, options)
+
+    return _by_engine_or_transformers(reason, opened_by)
+
+
+class _NoEngineError(Exception):
+    """The engine does not run a model; the message says why."""
+
+
+@contextlib.contextmanager
+def _refusals_of_engines() -> Iterator[None]:
+    """Turn a UsageError of an engine that is opened into the reason for running transformers' code."""
+    try:
+        yield
+    except UsageError as error:  # if it is about the options, transformers' way ends with it too
+        raise _NoEngineError(str(error)) from error
+
+
+def _by_engine_or_transformers(reason: str, run: Callable[[bool], _Result]) -> _Result:
+    """Return what `run` gives with engines, or without where there is a reason, or where an engine refuses a model."""
     if not reason:
         try:
-            return _in_engines([str(model) for model in (baseline, *candidates)], known, options)
-        except UsageError as error:  # if it is about the options, transformers' way ends with it too
+            return run(True)
+        except _NoEngineError as error:
             reason = str(error)
     _LOG.info("transformers' code runs the models: %s", reason)
-    return [*open_in_transformers(baseline, candidates, options, notes, checkpoints)]
+    return run(False)
 
 
 def _why_no_engine(checkpoints: Sequence[Checkpoint], options: CompareOptions) -> str:
@@ -403,20 +429,13 @@ class _OneAtATime:
     progress: Progress | None
 
     def run(self) -> Comparison:
-        reason = _why_no_engine(self.checkpoints, self.options)
         wanted = {"--variants": self.options.variants, "--tasks": self.options.tasks, "--resume": self.options.resume}
         wanted["--attribute"] = self.options.attribute
         for name in (name for name, given in wanted.items() if given):
             raise UsageError(f"{name} needs all models in memory at once, where they do not fit: leave it out")
-        if not reason:
-            try:
-                return self._run(in_engine=True)
-            except UsageError as error:
-                reason = str(error)
-        _LOG.info("transformers' code runs the models: %s", reason)
-        return self._run(in_engine=False)
+        return _by_engine_or_transformers(_why_no_engine(self.checkpoints, self.options), self._run)
 
-    def _run(self, *, in_engine: bool) -> Comparison:
+    def _run(self, in_engine: bool) -> Comparison:
         started, results = time.perf_counter(), []
         with tempfile.TemporaryDirectory(prefix="minifloat-compare-") as folder:
             baseline, corpus, tokenizer = self._record_baseline(Path(folder), in_engine)
@@ -463,10 +482,11 @@ class _OneAtATime:
 
     def _open(self, number: int, in_engine: bool) -> Model:
         name, checkpoint, options = self.names[number], self.checkpoints[number], self.options
-        if in_engine and number:
-            return _candidate_in_engine(name, checkpoint, options)[0]
         if in_engine:
-            return EngineModel(name, checkpoint, _unrounded(checkpoint, options))
+            with _refusals_of_engines():
+                if number:
+                    return _candidate_in_engine(name, checkpoint, options)[0]
+                return EngineModel(name, checkpoint, _unrounded(checkpoint, options))
         if number:
             return _candidate_in_transformers(name, checkpoint, options, self.notes)[0]
         return TransformersModel.of(name, _load_options(options), options.revision, checkpoint=checkpoint)
