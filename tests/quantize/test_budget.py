@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shlex
 import shutil
 from collections.abc import Callable
@@ -34,14 +33,6 @@ TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
 def llama(make_llama: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose formats differ enough for a choice: 4 groups in each of 2 layers."""
     return make_llama(tmp_path_factory.mktemp("budget") / "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "words.txt"
-    words = random.Random(0)
-    file.write_text(" ".join("".join(words.choices("abcdefghij", k=5)) for _ in range(400)))
-    return file
 
 
 def data(text: Path) -> DataOptions:

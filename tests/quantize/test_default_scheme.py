@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,6 @@ TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
 def llama(make_llama: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with 4 groups in each of 2 layers."""
     return make_llama(tmp_path_factory.mktemp("default") / "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "words.txt"
-    words = random.Random(0)
-    file.write_text(" ".join("".join(words.choices("abcdefghij", k=5)) for _ in range(400)))
-    return file
 
 
 def quantize(model: Path, out: Path, text: Path, scheme: str | None = None, **options: Any) -> QuantizeReport:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from converting import dequantize, stored
+from random_words import write_words
 from rounding_cases import scale_channels
 
 from minifloat.calibration.calibrate import calibrate
@@ -36,10 +36,7 @@ def models(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "words.txt"
-    words = random.Random(1)
-    file.write_text(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(600)))
-    return file
+    return write_words(tmp_path_factory.mktemp("text"), 1, "abcdefgh", 600)
 
 
 def run(*arguments: str | Path, command: str = "quantize", size: tuple[str, ...] = SIZE) -> str:
