@@ -1,1 +1,0 @@
-minifloat: error: a.txt: no such file or folder

@@ -1,1 +1,0 @@
-minifloat: error: F16: no such folder, and https://huggingface.co cannot be reached: [Errno -2] Name or service not known; check the network and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use what is in the cache
