@@ -57,7 +57,7 @@ def test_report_card_and_command_of_a_run_with_two_sources(
     options = ("--scheme", "mxfp4", "--data", texts[0], "--data", weighted, "--calibration-seed", "3", "--verbose")
     result = run(llama, tmp_path / "out", *options, *TEXT)
     assert result.exit_code == 0, result.output
-    for word in ("held-out KL", "rounded to nearest", "folded", "match for", "error nearest"):
+    for word in ("held-out KL", "seen KL", "rounded to nearest", "folded", "match for", "error nearest"):
         assert word in result.output
     report = json.loads((tmp_path / "out" / "minifloat.json").read_text())
     rounding = report["rounding"]

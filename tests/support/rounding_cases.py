@@ -101,6 +101,7 @@ class Rounding:
     tensors: dict[str, bytes]
     weights: dict[str, Any]
     held_out: dict[str, Any]
+    seen: dict[str, Any]
 
 
 def round_model(
@@ -123,7 +124,7 @@ def round_model(
         with round_checkpoint(checkpoint, plan, split(kept, held_out), given, work, progress) as rounded:
             names = [tensor.name for row in plan.tensors for tensor in row.outputs if tensor.name in rounded]
             tensors = {name: rounded.read(name).tobytes() for name in names}
-            return Rounding(tensors, dict(rounded.weights), dict(rounded.held_out))
+            return Rounding(tensors, dict(rounded.weights), dict(rounded.held_out), dict(rounded.seen))
 
 
 @dataclass(frozen=True)

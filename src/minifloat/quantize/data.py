@@ -181,4 +181,6 @@ class RoundedOutput:
         rest = {"held_out": held_out, "folds": self.model.folds, "weights": weights}
         if self.model.choosing:
             rest["choosing"] = dict(self.model.choosing)
+        if self.model.seen:
+            rest["seen"] = dict(self.model.seen)
         return {**self.recipe, **budget, **tuned, **rest}

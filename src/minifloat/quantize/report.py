@@ -238,6 +238,8 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / _HOUR:.0f} hours" if seconds >= 10 * _HOUR else f"{seconds / _HOUR:.1f} hours"
 
 
+#: KL on held-out text over KL on the text of the statistics, above which more text lowers the first by a tenth or more.
+_OVERFIT = 1.2
 #: Modules that a row names; the rest are counted.
 _NAMES_SHOWN = 3
 
@@ -245,6 +247,7 @@ _NAMES_SHOWN = 3
 def summary_rows(rounding: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return labels and texts: method, text, gain on held-out text, folds, and weights that are exceptions."""
     rows = [("method", _method_text(rounding)), ("text", _data_text(rounding)), ("held-out KL", _gain_text(rounding))]
+    rows.append(("seen KL", _seen_text(rounding)))
     rows += [(f"  {row['name']}", _source_text(row)) for row in rounding["held_out"].get("by_source", ())]
     rows.append(("folded", fold_text(rounding)))
     rows += _exceptions(rounding)
@@ -278,6 +281,17 @@ def _gain_text(rounding: Mapping[str, Any]) -> str:
     ratio = f" ({method / nearest:.2f}x)" if nearest > 0 else ""
     method_text = _with_error(method, found["method_error"])
     return f"{method_text} nats; rounded to nearest {_with_error(nearest, found['nearest_error'])}{ratio}"
+
+
+def _seen_text(rounding: Mapping[str, Any]) -> str:
+    """Return the divergence on text that codes were chosen with, and how much larger it is on other text."""
+    seen, unseen = rounding.get("seen"), rounding["held_out"].get("method")
+    if not seen or not unseen or not seen["method"] or "tuned" in rounding:
+        return ""
+    ratio = unseen / seen["method"]
+    advice = "; more text would help (--calibration-samples)" if ratio > _OVERFIT else ""
+    kl = _with_error(seen["method"], seen["method_error"])
+    return f"{kl} nats on text of the statistics; held out {ratio:.2f}x{advice}"
 
 
 def _source_text(row: Mapping[str, Any]) -> str:

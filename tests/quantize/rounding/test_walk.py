@@ -111,6 +111,16 @@ def test_the_held_out_divergence_is_lower_than_that_of_rounding_to_nearest(
     assert match.held_out["method"] < gptq.held_out["method"]
     assert gptq.weights.keys() == match.weights.keys()
     assert all("drift_factor" in row for row in match.weights.values() if "hessian_share" not in row)
+    assert not gptq.seen  # its second stream has held-out text alone
+
+
+def test_loss_on_text_that_codes_were_chosen_with_is_measured_too(llama: Path, tmp_path: Path) -> None:
+    same = round_model(llama, tmp_path / "same", kept=KEPT, held_out=KEPT)
+    assert same.seen["method"] == pytest.approx(same.held_out["method"], rel=1e-6)
+    assert same.seen["tokens"] == KEPT.tokens
+    other = round_model(llama, tmp_path / "other", kept=KEPT, held_out=HELD_OUT)
+    assert other.seen["tokens"] < KEPT.tokens
+    assert 0 < other.seen["method"] < other.held_out["method"]
 
 
 def test_the_divergence_is_that_of_the_whole_models(llama: Path, tmp_path: Path) -> None:

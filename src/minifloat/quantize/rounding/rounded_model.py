@@ -41,6 +41,7 @@ class RoundedModel:
         self.kv: list[Mapping[str, Any]] = [row for record in records for row in record.get("kv", ())]
         self.held_out: Mapping[str, Any] = records[-1]["held_out"] or {}  # on text that nothing else looked at
         self.choosing: Mapping[str, Any] = records[-1].get("choosing", {})  # on the text that choices were made on
+        self.seen: Mapping[str, Any] = records[-1].get("seen", {})  # on the text that codes were chosen with
         self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")  # what tuning did
         self.damage: Mapping[str, Any] = next((record["damage"] for record in records if "damage" in record), {})
 

@@ -20,7 +20,15 @@ from minifloat.calibration.observe import KVObserver, head_amax
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.rounding.damage import DamageStreams, Divergence, GroupsToMeasure, Places, measure_divergence
+from minifloat.quantize.rounding.damage import (
+    DamageStreams,
+    Divergence,
+    GroupsToMeasure,
+    KLMeans,
+    Places,
+    measure_divergence,
+    token_kl,
+)
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
@@ -77,6 +85,8 @@ class RoundingWalk:
                     "choosing": self._compare(walk, hidden, range(*first)).to_dict(),
                     "held_out": self._compare(walk, hidden, range(first[1], len(self.sequences))).to_dict(),
                 }
+                if seen := self._seen(walk, hidden):
+                    record["seen"] = seen
                 if self.damage is not None:
                     record["damage"] = self._measure_damage(walk, hidden, self.damage)
         work.finish(len(self.stack), layer_content({}, record))
@@ -105,6 +115,20 @@ class RoundingWalk:
         return measure_divergence(
             (logits(ORIGINAL, number), logits(NEAREST, number), logits(QUANTIZED, number)) for number in numbers
         )
+
+    @torch.inference_mode()
+    def _seen(self, walk: LayerWalk, hidden: TensorFile) -> dict[str, Any]:
+        """Return the KL divergence on as much of the text that codes were chosen with as is reported on."""
+        both = [number for number in range(self.texts.first_chosen_on) if number in walk.places[QUANTIZED]]
+        step = max(len(both) // (len(self.sequences) - self.texts.first_reported), 1)
+        found = KLMeans()
+        for number in both[::step]:
+            original, quantized = (
+                self.stack.logits(self.sequences[number], hidden.read(walk.places[stream][number])).float()
+                for stream in (ORIGINAL, QUANTIZED)
+            )
+            found.add(token_kl(original, quantized)[None])
+        return {"tokens": found.total, "method": found.mean, "method_error": found.error} if both else {}
 
     def _measure_damage(self, walk: LayerWalk, hidden: TensorFile, damage: DamageStreams) -> dict[str, Any]:
         """Return the KL divergences that the damage of each group makes."""
