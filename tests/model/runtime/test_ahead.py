@@ -6,7 +6,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,8 +33,8 @@ class Watch:
         self.most = 0
         self._codes: list[weakref.ref[torch.Tensor]] = []
 
-    def __call__(self, checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
-        weight = read_weight(checkpoint, stored)
+    def __call__(self, checkpoint: Checkpoint, stored: StoredWeight, *empty: Any) -> QuantizedTensor:
+        weight = read_weight(checkpoint, stored, *empty)
         self.threads.append(threading.current_thread().name)
         self._codes.append(weakref.ref(weight.codes))
         self.most = max(self.most, sum(codes() is not None for codes in self._codes))
@@ -90,13 +92,38 @@ def test_an_error_of_reading_comes_where_the_weight_is_asked_for(
 ) -> None:
     weights = list(describe(checkpoint).weights.values())
 
-    def read(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
+    def read(checkpoint: Checkpoint, stored: StoredWeight, *empty: Any) -> QuantizedTensor:
         if stored is weights[1]:
             raise NonFiniteError(stored.scale, "a scale is NaN")
-        return read_weight(checkpoint, stored)
+        return read_weight(checkpoint, stored, *empty)
 
     monkeypatch.setattr(ahead, "read_weight", read)
     with ahead.ReadAhead(checkpoint, weights) as reader:
         reader.read(weights[0])
         with pytest.raises(NonFiniteError, match=weights[1].scale):
             reader.read(weights[1])
+
+
+def test_memory_of_dropped_weights_is_read_into_again(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [weight for weight in describe(checkpoint).weights.values() if "up_proj" in weight.module] * 20
+    nbytes = weights[0].shape[0] * weights[0].shape[1]
+    made, empty = [], np.empty
+
+    def count(shape: Any, *arguments: Any) -> Any:
+        made.append(shape)
+        return empty(shape, *arguments)
+
+    monkeypatch.setattr(np, "empty", count)
+    with ahead.ReadAhead(checkpoint, weights) as reader:
+        for stored in weights:
+            assert reader.read(stored).codes.nbytes == nbytes
+    assert 1 <= made.count(nbytes) <= ahead.DEPTH + 3  # the memory of the first one is not kept
+
+
+def test_memory_of_weights_in_use_is_never_read_into(checkpoint: Checkpoint) -> None:
+    weights = list(describe(checkpoint).weights.values())
+    with ahead.ReadAhead(checkpoint, weights) as reader:
+        rows = [reader.read(stored).codes[1:] for stored in weights]  # views, which outlive their tensors
+    for stored, view in zip(weights, rows, strict=True):
+        assert torch.equal(view, read_weight(checkpoint, stored).codes[1:])
+        assert view.untyped_storage().nbytes() == view.nbytes + view.shape[1]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ _BYTE_BITS = 8
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+
+
+def _empty(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
 
 
 @cache
@@ -81,8 +86,10 @@ def narrow(values: Floats, dtype: str) -> tuple[Bytes, int]:
 _SIGN = np.uint8(1 << (E4M3.bits - 1))
 
 
-def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
-    """Read one quantized weight: the stored codes, and the scales as the grid that kernels use."""
+def read_weight(
+    checkpoint: Checkpoint, stored: StoredWeight, empty: Callable[[int], Bytes] = _empty
+) -> QuantizedTensor:
+    """Read one quantized weight: the codes as stored, in memory from `empty`, and the scales as kernels use them."""
     import torch
 
     from minifloat.numerics.tensor import QuantizedTensor
@@ -93,7 +100,7 @@ def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor
     return QuantizedTensor(
         stored.spec,
         stored.shape,
-        torch.from_numpy(read_codes(checkpoint, stored, 0, rows)),
+        torch.from_numpy(read_codes(checkpoint, stored, 0, rows, empty)),
         torch.from_numpy(read_scales(checkpoint, stored, 0, rows)),
         None if global_scale is None else torch.tensor(global_scale),
         stored.global_divides,
@@ -134,13 +141,20 @@ def _apply(operation: np.ufunc, elements: Floats, grid: Floats, block_cols: int)
         operation(rest, grid[:, full:], out=rest)
 
 
-def read_codes(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: int) -> Bytes:
+def read_codes(
+    checkpoint: Checkpoint,
+    stored: StoredWeight,
+    start: int,
+    stop: int,
+    empty: Callable[[int], Bytes] = _empty,
+) -> Bytes:
     """Return the codes of some rows, uint8 ``[R, K]``, or ``[R, K / 2]`` where two elements share a byte."""
     info = checkpoint.tensors[stored.codes]
     rows, cols = stored.shape
     row_bytes = info.nbytes // (rows * _experts(info, stored)) if rows else 0
     first = (stored.expert or 0) * rows + start
-    data = _read(checkpoint, info, first * row_bytes, (stop - start) * row_bytes).reshape(stop - start, row_bytes)
+    data = _read(checkpoint, info, first * row_bytes, (stop - start) * row_bytes, empty)
+    data = data.reshape(stop - start, row_bytes)
     used = cols * stored.spec.element.bits // 8  # packs of int32 end in padding
     return data if used == row_bytes else np.ascontiguousarray(data[:, :used])
 
@@ -233,7 +247,9 @@ def _experts(info: TensorInfo, stored: StoredWeight) -> int:
     return max(info.shape[0], 1) if stored.expert is not None else 1
 
 
-def _read(checkpoint: Checkpoint, info: TensorInfo, start: int, nbytes: int) -> Bytes:
-    data = np.empty(nbytes, np.uint8)
+def _read(
+    checkpoint: Checkpoint, info: TensorInfo, start: int, nbytes: int, empty: Callable[[int], Bytes] = _empty
+) -> Bytes:
+    data = empty(nbytes)
     checkpoint.read_into(info, data, start)
     return data

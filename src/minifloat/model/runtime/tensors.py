@@ -8,12 +8,16 @@ import functools
 import logging
 import math
 import re
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +32,28 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 #: Number of weights that are read ahead.
 DEPTH = 2
+#: References to an array that only a deque holds, and the call that counts them.
+_UNUSED = 2
+
+
+class _Buffers:
+    """Memory for codes of weights, used again for weights of the same size: new memory takes longer than reading."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[npt.NDArray[np.uint8]]] = {}
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return memory that no array uses, undefined."""
+        kept = self._kept.get(nbytes)
+        if kept is None:  # most often the only weight of its size, as an embedding is: not kept
+            self._kept[nbytes] = deque(maxlen=DEPTH + 2)
+            return np.empty(nbytes, np.uint8)
+        for _ in range(len(kept)):
+            kept.rotate()
+            if sys.getrefcount(kept[0]) == _UNUSED:
+                return kept[0][:]
+        kept.append(np.empty(nbytes, np.uint8))
+        return kept[-1][:]
 
 
 class ReadAhead:
@@ -37,6 +63,7 @@ class ReadAhead:
         self._checkpoint = checkpoint
         self._rest = iter(order)
         self._reads: dict[str, Future[QuantizedTensor]] = {}
+        self._empty = _Buffers().empty
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="minifloat-read")
         for _ in range(DEPTH):
             self._read_next()
@@ -61,7 +88,7 @@ class ReadAhead:
     def _read_next(self) -> None:
         stored = next(self._rest, None)
         if stored is not None:
-            self._reads[stored.module] = self._pool.submit(read_weight, self._checkpoint, stored)
+            self._reads[stored.module] = self._pool.submit(read_weight, self._checkpoint, stored, self._empty)
 
 
 _LOG = logging.getLogger(__name__)
