@@ -9,8 +9,10 @@ import math
 import numpy as np
 import pytest
 
+from minifloat.evaluate.compare import series
 from minifloat.evaluate.compare.intervals import Estimate, mean_interval, proportion_interval
 from minifloat.evaluate.compare.series import Stratum
+from minifloat.evaluate.compare.verdict import FEWEST_UNITS
 
 DRAWS = 800
 MOST = 0.045
@@ -46,6 +48,24 @@ def test_intervals_of_a_few_skewed_documents_cover_the_mean() -> None:
     series = np.random.default_rng(2).lognormal(0, 0.5, (DRAWS, 12))
     found = [mean_interval(each, np.ones(12)) for each in series]
     assert max(misses(found, math.exp(0.125))) <= MOST
+
+
+def test_intervals_of_the_fewest_documents_that_pass_cover_the_mean_of_very_skewed_ones() -> None:
+    # of 20,000 other draws 3.0% miss, and 3.8% where the skewness is not raised
+    draws = np.random.default_rng(4).lognormal(0, 1.0, (5 * DRAWS, FEWEST_UNITS))
+    found = [mean_interval(each, np.ones(FEWEST_UNITS)) for each in draws]
+    assert max(misses(found, math.exp(0.5))) <= 0.035
+
+
+def test_raising_the_skewness_of_few_units_hardly_widens_the_intervals_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = np.random.default_rng(5).lognormal(0, 1.0, (DRAWS, 40))
+
+    def width() -> float:
+        return float(np.median([each.high - each.low for each in (mean_interval(row, np.ones(40)) for row in draws)]))
+
+    raised = width()
+    monkeypatch.setattr(series, "_SKEWNESS_NOT_SEEN", 0)
+    assert raised <= 1.03 * width()
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.999, 12), (0.99, 40)])

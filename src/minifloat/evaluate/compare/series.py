@@ -34,6 +34,9 @@ DOCUMENT, WINDOW = "document", "window"
 #: (benchmarks/coverage.py).
 _COSINES_OF_WINDOWS, _COSINES_OF_DOCUMENTS = 0.35, 0.8
 _FEWEST_COSINES = 2
+#: Few units show too little of the skewness of what they are drawn from. It is raised by the third power of this over
+#: their number: by 30% for 15 units, by 1.6% for 40. Chosen by coverage too.
+_SKEWNESS_NOT_SEEN = 10
 #: Longer series are summed to at most this many groups of adjacent units.
 _MOST_GROUPS = 256
 _DRAWS = 2000
@@ -93,7 +96,9 @@ class _Text:
         variance = max(_cosine_variance(shifts, cosines), independent)
         third = 0.0
         if independent > 0:  # the skewness of the mean falls with the root of the effective number of units
-            skewness = float(np.mean(each**3)) / float(np.mean(each**2)) ** 1.5
+            skewness = (
+                float(np.mean(each**3)) / float(np.mean(each**2)) ** 1.5 * (1 + (_SKEWNESS_NOT_SEEN / count) ** 3)
+            )
             third = skewness / math.sqrt(count * independent / variance) * variance**1.5
         return cls(weight, shifts, _grouped(sizes), independent, cosines, variance, third)
 
