@@ -26,7 +26,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.evaluate.compare.options import CompareOptions
 from minifloat.evaluate.compare.run import compare_models
 from minifloat.model.layouts.inspection import inspect_checkpoint
-from minifloat.quantize.data import DEFAULT_TEXT
+from minifloat.quantize.estimate import DEFAULT_TEXT
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 

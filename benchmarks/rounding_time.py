@@ -21,8 +21,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.amount import enough_text
 from minifloat.quantize.cost import data_cost
-from minifloat.quantize.data import DEFAULT_TEXT
-from minifloat.quantize.estimate import Group, group_work
+from minifloat.quantize.estimate import DEFAULT_TEXT, Group, group_work
 from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import planned_source

@@ -21,8 +21,8 @@ from minifloat.model.plan.quantization import make_part
 from minifloat.model.plan.tensor_plan import QuantizationPlan, TensorPlan
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize import amount
-from minifloat.quantize.amount import enough_text, kept_tokens, widest
-from minifloat.quantize.data import DEFAULT_TEXT
+from minifloat.quantize.amount import enough_text, widest
+from minifloat.quantize.estimate import DEFAULT_TEXT, Tokens
 
 #: The widest linear of models: Qwen2.5-7B, Llama 70B, Qwen 72B, Llama 405B.
 WIDTHS = (18944, 28672, 29568, 53248)
@@ -45,7 +45,7 @@ def down(width: int) -> QuantizationPlan:
 def test_the_default_has_four_tokens_per_input_of_the_widest_linear(width: int) -> None:
     text = enough_text(DEFAULT_TEXT, down(width), {})
     assert text.samples is not None
-    assert 4 * width <= kept_tokens(text.samples, text) < 4 * width + 2 * 256
+    assert 4 * width <= Tokens.of(text.samples, text).kept < 4 * width + 2 * 256
 
 
 def test_narrow_models_take_what_they_took_and_a_linear_that_is_left_out_does_not_count() -> None:

@@ -26,8 +26,7 @@ from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize import cost
 from minifloat.quantize.amount import enough_text
 from minifloat.quantize.cost import DataCost, data_cost
-from minifloat.quantize.data import DEFAULT_TEXT
-from minifloat.quantize.estimate import Rates, Tokens, rounding_work
+from minifloat.quantize.estimate import DEFAULT_TEXT, Rates, Tokens, rounding_work
 from minifloat.quantize.rounding.methods import DEFAULT_ROUNDING
 from minifloat.quantize.rounding.rates import measure_rates
 

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from minifloat.commands.main import main
 from minifloat.kernels.speed import measure_product_rate
+from minifloat.quantize import report
+from minifloat.quantize.estimate import FEWEST_SEQUENCES
 from minifloat.quantize.report import duration_text, estimate_seconds
 
 HINT = "With --data self"
@@ -62,6 +64,13 @@ def test_the_estimate_grows_with_the_weights_and_falls_with_the_rate() -> None:
 
     assert estimate_seconds(layers(2), 1e11) == pytest.approx(2 * estimate_seconds(layers(1), 1e11))
     assert estimate_seconds(layers(1), 1e11) > estimate_seconds(layers(1), 1e12)
+
+
+def test_the_estimate_is_of_the_sequences_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [("model.layers.0.mlp.up_proj.weight", (5632, 2048))]
+    before = estimate_seconds(weights, 1e11)
+    monkeypatch.setattr(report, "FEWEST_SEQUENCES", 2 * FEWEST_SEQUENCES)
+    assert estimate_seconds(weights, 1e11) > 1.5 * before
 
 
 @pytest.mark.parametrize(

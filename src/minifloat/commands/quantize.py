@@ -211,7 +211,8 @@ def _data(params: SimpleNamespace) -> DataOptions | None:
         if params.no_fold:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
         return None
-    from minifloat.quantize.data import DEFAULT_TEXT, DataOptions
+    from minifloat.quantize.data import DataOptions
+    from minifloat.quantize.estimate import DEFAULT_TEXT
     from minifloat.quantize.rounding.methods import DEFAULT_METHOD, RoundingOptions, get_method
 
     text = replace(

@@ -10,11 +10,8 @@ from minifloat.calibration.options import TextOptions
 from minifloat.errors import DataError
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.estimate import TOKENS_PER_CHANNEL, visited_share
-from minifloat.quantize.rounding.texts import SplitText
+from minifloat.quantize.estimate import FEWEST_SEQUENCES, TOKENS_PER_CHANNEL, Tokens, visited_share
 
-#: Sequences of a model with narrow linears: 64 Ki tokens of the default length, and a tenth more that is held out.
-FEWEST_SEQUENCES = 284
 #: Tokens for statistics up to which a mixture of experts takes more text than its widest linear needs.
 _MOST_FOR_EXPERTS = 1 << 18
 
@@ -28,7 +25,7 @@ def enough_text(text: TextOptions, plan: QuantizationPlan, config: Mapping[str, 
         return replace(text, samples=max(FEWEST_SEQUENCES, _sequences(text, max(needed, _for_experts(plan, config)))))
     # Few tokens are refused, and the correction is not made weaker instead (its factor follows held-out rows anyway):
     # below four tokens per channel the Hessian itself is of noise, and the codes follow this noise.
-    if (kept := kept_tokens(text.samples, text)) < needed:
+    if (kept := Tokens.of(text.samples, text).kept) < needed:
         raise DataError(
             f"{text.samples:,} sequences of {text.seq_len:,} tokens leave {kept:,} tokens for statistics, too few for "
             f"linears with {widest(plan):,} input channels: give at least {_sequences(text, needed):,} "
@@ -47,11 +44,6 @@ def tokens_needed(plan: QuantizationPlan) -> int:
     return TOKENS_PER_CHANNEL * widest(plan)
 
 
-def kept_tokens(samples: int, text: TextOptions) -> int:
-    """Return the tokens for statistics of some whole sequences."""
-    return max(samples - SplitText.held_out_of(samples, text.held_out), 0) * text.seq_len
-
-
 def _for_experts(plan: QuantizationPlan, config: Mapping[str, Any]) -> int:
     """Return the tokens with which an expert sees one for each of its inputs on average, within a bound."""
     widths = (part.shape[1] for tensor in plan.tensors for part in tensor.parts if expert_group(part.module))
@@ -61,6 +53,6 @@ def _for_experts(plan: QuantizationPlan, config: Mapping[str, Any]) -> int:
 def _sequences(text: TextOptions, tokens: int) -> int:
     """Return the least number of sequences that leave so many tokens for statistics."""
     samples = -(-tokens // text.seq_len)
-    while kept_tokens(samples, text) < tokens:
+    while Tokens.of(samples, text).kept < tokens:
         samples += 1
     return samples

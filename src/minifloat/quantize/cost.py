@@ -22,7 +22,7 @@ from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.plan.tensor_plan import QuantizationPlan, module_name
-from minifloat.quantize.amount import enough_text, kept_tokens
+from minifloat.quantize.amount import enough_text
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.estimate import (
     WEIGHTS_SHARE,
@@ -39,7 +39,6 @@ from minifloat.quantize.estimate import (
 from minifloat.quantize.report import duration_text
 from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.rates import measure_rates
-from minifloat.quantize.rounding.texts import SplitText
 from minifloat.report.text import size_text
 
 #: Suffix of the folder beside the destination in which finished layers are kept.
@@ -151,10 +150,7 @@ def data_cost(
     files: tuple[Path, Path],
 ) -> DataCost:
     """Return the cost of a run whose number of sequences is known; `files`: of own text, and the work folder."""
-    held_out = SplitText.held_out_of(text.samples or 0, text.held_out)
-    reported = held_out // 2
-    kept = kept_tokens(text.samples or 0, text)
-    tokens = Tokens(kept, (held_out - reported) * text.seq_len, reported * text.seq_len, text.seq_len)
+    tokens = Tokens.of(text.samples or 0, text)
     shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
     itemsize = max((_itemsize(tensor.source.dtype) for tensor in plan.tensors if tensor.parts), default=2)
     work = rounding_work(shapes, checkpoint.config, tokens, follows=options.method.follows_quantized)

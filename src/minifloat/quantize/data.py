@@ -24,6 +24,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import Override
 from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.estimate import DEFAULT_TEXT
 from minifloat.quantize.rounding.budget import WithinBudget
 from minifloat.quantize.rounding.damage import KLMeans
 from minifloat.quantize.rounding.input_choice import InputChoice
@@ -82,10 +83,6 @@ def source_warnings(gains: Sequence[SourceGain], method: str) -> tuple[str, ...]
         for gain in gains
         if gain.loss_error is not None and gain.loss > _SURE * gain.loss_error
     )
-
-
-#: Text that rounding takes by default; `minifloat.quantize.amount` says how many sequences.
-DEFAULT_TEXT = TextOptions(samples=None, seq_len=256, held_out=0.1)
 
 
 @dataclass(frozen=True)

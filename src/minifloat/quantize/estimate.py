@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from minifloat.calibration.options import TextOptions
 from minifloat.kernels import processors
 from minifloat.model.architecture.roles import (
     EXPERTS,
@@ -22,6 +23,11 @@ from minifloat.model.architecture.roles import (
 
 #: A weight ``[N, K]`` of the output by the name of its module.
 Shapes = Mapping[str, tuple[int, int]]
+
+#: Text that codes are chosen with by default; `minifloat.quantize.amount` says how many sequences.
+DEFAULT_TEXT = TextOptions(samples=None, seq_len=256, held_out=0.1)
+#: Sequences of a model with narrow linears: 64 Ki tokens of the default length, and a tenth more that is held out.
+FEWEST_SEQUENCES = 284
 
 #: Fewer tokens than this per input channel determine a Hessian badly.
 TOKENS_PER_CHANNEL = 4
@@ -48,6 +54,11 @@ _TOGETHER = 64
 WEIGHTS_SHARE = 0.8
 
 
+def held_out_of(samples: int, fraction: float) -> int:
+    """Return how many of some sequences are held out: half of them to choose on, half to be reported only."""
+    return max(2, round(samples * fraction))
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of the parts of a text, in sequences of one length."""
@@ -56,6 +67,14 @@ class Tokens:
     choosing: int
     reported: int
     length: int
+
+    @classmethod
+    def of(cls, samples: int, text: TextOptions) -> Tokens:
+        """Return the tokens of so many whole sequences, of which a fraction is held out."""
+        held_out = held_out_of(samples, text.held_out)
+        parts = max(samples - held_out, 0), held_out - held_out // 2, held_out // 2
+        kept, choosing, reported = (sequences * text.seq_len for sequences in parts)
+        return cls(kept, choosing, reported, text.seq_len)
 
     @property
     def total(self) -> int:

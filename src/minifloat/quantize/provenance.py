@@ -83,7 +83,7 @@ _DEFAULTS = {"column": "text", "config": None, "split": "train", "weight": None}
 
 def _text_options(data: dict[str, Any]) -> str:
     """Return the options for the text, where they are not the default; the number of sequences follows the model."""
-    from minifloat.quantize.data import DEFAULT_TEXT
+    from minifloat.quantize.estimate import DEFAULT_TEXT
 
     samples, seq_len = data.get("sequences"), data.get("seq_len", DEFAULT_TEXT.seq_len)
     options = "" if samples is None else f" --calibration-samples {samples}"

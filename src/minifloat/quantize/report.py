@@ -14,7 +14,16 @@ from minifloat.model.plan.tensor_plan import Part, QuantizedShare, TensorPlan
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import E2M1
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.quantize.estimate import Rates, Tokens, layers_of, rounding_work, shapes_of, writing_seconds
+from minifloat.quantize.estimate import (
+    DEFAULT_TEXT,
+    FEWEST_SEQUENCES,
+    Rates,
+    Tokens,
+    layers_of,
+    rounding_work,
+    shapes_of,
+    writing_seconds,
+)
 from minifloat.quantize.nonfinite import Copied, nonfinite_detail
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.document import ShortReport
@@ -199,8 +208,6 @@ def finite_or_none(value: float) -> float | None:
     return round(value, 3) if math.isfinite(value) else None
 
 
-#: The default text of models with narrow linears.
-_TOKENS = Tokens(256 * 256, 14 * 256, 14 * 256, 256)
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
@@ -224,9 +231,9 @@ def estimate_seconds(weights: Sequence[tuple[str, Sequence[int]]], rate: float) 
     """Return the estimated time of a run with the default text, with usual rates for a rate of products."""
     shapes, rates = shapes_of(weights), Rates.of_product(rate)
     elements = sum(rows * width for rows, width in shapes.values())
-    sequences, length = _TOKENS.total // _TOKENS.length, _TOKENS.length
-    writing = writing_seconds(elements, 2.0 * elements, layers_of(shapes), sequences, length, rates)
-    return rounding_work(shapes, {}, _TOKENS).seconds(rates) + writing
+    length = DEFAULT_TEXT.seq_len
+    writing = writing_seconds(elements, 2.0 * elements, layers_of(shapes), FEWEST_SEQUENCES, length, rates)
+    return rounding_work(shapes, {}, Tokens.of(FEWEST_SEQUENCES, DEFAULT_TEXT)).seconds(rates) + writing
 
 
 def duration_text(seconds: float) -> str:

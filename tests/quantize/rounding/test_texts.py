@@ -14,6 +14,7 @@ from minifloat.errors import DataError
 from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.estimate import DEFAULT_TEXT, Tokens
 from minifloat.quantize.rounding.damage import GroupsToMeasure
 from minifloat.quantize.rounding.methods import RoundingOptions, TuneOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
@@ -33,6 +34,7 @@ def test_every_sequence_is_in_one_part_and_the_last_ones_are_only_reported() -> 
     assert parts.reported.sequences == numbered(284).sequences[-14:]
     assert parts == SplitText.of(numbered(284), 0.1)
     assert (parts.first_chosen_on, parts.first_reported) == (256, 270)
+    assert Tokens.of(284, DEFAULT_TEXT) == Tokens(256 * 256, 14 * 256, 14 * 256, 256)
 
 
 def test_few_sequences_still_have_three_parts_or_are_refused() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from minifloat.calibration.data import CalibrationSet, permuted
 from minifloat.errors import DataError
+from minifloat.quantize.estimate import held_out_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class SplitText:
     def of(cls, texts: CalibrationSet, fraction: float) -> SplitText:
         """Hold out a fraction of the sequences, half of them, the last ones of the text, to be reported only."""
         size = len(texts.sequences)
-        count = cls.held_out_of(size, fraction)
+        count = held_out_of(size, fraction)
         if not fraction or count >= size:
             raise DataError(
                 f"cannot hold out {fraction} of {size} sequences to choose and judge codes on, and keep some: give a "
@@ -31,11 +32,6 @@ class SplitText:
         choosing = set(permuted(range(rest), random.Random("held out"))[: count - count // 2])
         parts = ([n for n in range(rest) if n not in choosing], sorted(choosing), range(rest, size))
         return cls(*(CalibrationSet(tuple(texts.sequences[n] for n in part), texts.record) for part in parts))
-
-    @staticmethod
-    def held_out_of(size: int, fraction: float) -> int:
-        """Return how many of some sequences are held out."""
-        return max(2, round(size * fraction))
 
     @property
     def sequences(self) -> tuple[tuple[int, ...], ...]:
