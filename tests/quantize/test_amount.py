@@ -73,15 +73,26 @@ def test_a_number_that_the_user_gives_is_kept_or_refused_with_the_number_that_is
     assert enough_text(TextOptions(samples=498, seq_len=256), down(28672), {}).samples == 498
 
 
-@pytest.mark.parametrize("budget", [(), ("--target-bits", "5")], ids=["scheme", "budget"])
-def test_too_small_a_number_is_refused_before_text_is_written_or_read(tmp_path: Path, budget: tuple[str, ...]) -> None:
+SIZES = ("--calibration-samples", "8", "--calibration-seq-len", "16")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("quantize", *SIZES),
+        ("quantize", *SIZES, "--target-bits", "5"),
+        ("calibrate", "--hessians", "--samples", "8", "--seq-len", "16"),
+    ],
+    ids=["scheme", "budget", "hessians"],
+)
+def test_too_small_a_number_is_refused_before_text_is_written_or_read(tmp_path: Path, command: tuple[str, ...]) -> None:
     model = write_model(tmp_path / "llama", "llama")
     for data in ("self", str(tmp_path / "text.txt")):
         (tmp_path / "text.txt").write_bytes(b"\xff")  # reading it fails
-        options = ("--data", data, "--calibration-samples", "8", "--calibration-seq-len", "16", *budget)
-        result = CliRunner().invoke(main, ["quantize", str(model), str(tmp_path / "out"), *options])
+        name, *options = command
+        result = CliRunner().invoke(main, [name, str(model), str(tmp_path / "out"), "--data", data, *options])
         assert result.exit_code == 2
-        assert "give at least" in result.output
+        assert "linears with 96 input channels: give at least 27 (--" in result.output
         assert {file.name for file in tmp_path.iterdir()} == {"llama", "text.txt"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from minifloat.calibration.options import TextOptions
+from minifloat.calibration.options import DEFAULT_SAMPLES, TextOptions
 from minifloat.errors import DataError
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.plan.tensor_plan import QuantizationPlan
@@ -18,30 +18,40 @@ _MOST_FOR_EXPERTS = 1 << 18
 
 def enough_text(text: TextOptions, plan: QuantizationPlan, config: Mapping[str, Any]) -> TextOptions:
     """Return the options with a number of sequences; refuse one that the user gave and that is too small."""
-    if not text.held_out:
-        raise DataError("a method that chooses codes with data needs held-out text to be judged on")
-    needed = tokens_needed(plan)
+    width = widest(plan)
     if text.samples is None:
-        return replace(text, samples=max(FEWEST_SEQUENCES, _sequences(text, max(needed, _for_experts(plan, config)))))
+        tokens = max(TOKENS_PER_CHANNEL * width, _for_experts(plan, config))
+        text = replace(text, samples=max(FEWEST_SEQUENCES, _sequences(text, tokens)))
+    require_enough(text, width, "(--calibration-samples), or leave the number out")
+    return text
+
+
+def require_enough(text: TextOptions, width: int, cure: str) -> None:
+    """Refuse sequences that leave too few tokens for linears of a width, before any of them is written or read."""
+    if not text.held_out:
+        raise DataError("codes that are chosen with data need held-out text to be judged on: hold out more than 0")
     # Few tokens are refused, and the correction is not made weaker instead (its factor follows held-out rows anyway):
     # below four tokens per channel the Hessian itself is of noise, and the codes follow this noise.
-    if (kept := Tokens.of(text.samples, text).kept) < needed:
+    samples, needed = text.samples or DEFAULT_SAMPLES, TOKENS_PER_CHANNEL * width
+    if (kept := Tokens.of(samples, text).kept) < needed:
         raise DataError(
-            f"{text.samples:,} sequences of {text.seq_len:,} tokens leave {kept:,} tokens for statistics, too few for "
-            f"linears with {widest(plan):,} input channels: give at least {_sequences(text, needed):,} "
-            "(--calibration-samples), or leave the number out"
+            f"{samples:,} sequences of {text.seq_len:,} tokens leave {kept:,} tokens for statistics, too few for "
+            f"linears with {width:,} input channels: give at least {_sequences(text, needed):,} {cure}"
         )
-    return text
+
+
+def require_tokens(tokens: int, width: int) -> None:
+    """Refuse text whose documents gave too few tokens for linears of a width."""
+    if tokens < (needed := TOKENS_PER_CHANNEL * width):
+        raise DataError(
+            f"the text has {tokens:,} tokens for statistics, too few for linears with {width:,} input channels: give "
+            f"at least {needed:,}, and a tenth more that is held out"
+        )
 
 
 def widest(plan: QuantizationPlan) -> int:
     """Return the largest number of input channels of a linear that is quantized."""
     return max((part.shape[1] for tensor in plan.tensors for part in tensor.parts), default=0)
-
-
-def tokens_needed(plan: QuantizationPlan) -> int:
-    """Return the tokens that the statistics of the widest linear need."""
-    return TOKENS_PER_CHANNEL * widest(plan)
 
 
 def _for_experts(plan: QuantizationPlan, config: Mapping[str, Any]) -> int:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.options import TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import DataError, UsageError
+from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.amount import tokens_needed, widest
+from minifloat.quantize.amount import require_tokens, widest
 from minifloat.quantize.cost import WORK_SUFFIX, beside, cost_of
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
 from minifloat.quantize.estimate import visited_share
@@ -165,19 +164,9 @@ def _texts(
     if data.announce is not None:
         data.announce(cost.text())
     texts = prepare_texts(checkpoint, data.sources, text, file, device=data.rounding.device, progress=progress)
-    return _split(texts, text, plan), dict(texts.record)
-
-
-def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> SplitText:
-    """Return the parts of the text."""
     parts = SplitText.of(texts, text.held_out)
-    needed = tokens_needed(plan)
-    if parts.kept.tokens < needed:
-        raise DataError(
-            f"the text has {parts.kept.tokens:,} tokens for statistics, too few for linears with {widest(plan):,} "
-            f"input channels: give at least {needed:,}, and a tenth more that is held out"
-        )
-    return parts
+    require_tokens(parts.kept.tokens, widest(plan))
+    return parts, dict(texts.record)
 
 
 def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,8 +27,9 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import DataError, DestinationError, StatsError
-from minifloat.quantize.estimate import TOKENS_PER_CHANNEL
+from minifloat.errors import DestinationError, StatsError
+from minifloat.model.runtime.load import Loader
+from minifloat.quantize.amount import require_enough, require_tokens
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.rounding.layer_fold import FoldSample
 from minifloat.quantize.rounding.saved import (
@@ -53,6 +55,8 @@ from minifloat.quantize.rounding.statistics import (
 from minifloat.quantize.rounding.texts import SplitText
 
 _WORK_SUFFIX = ".minifloat-work"
+#: What to do with a model whose layers do not run one at a time.
+_WITHOUT = "calibrate without --hessians"
 
 
 def save_hessians(
@@ -65,14 +69,14 @@ def save_hessians(
     progress: Progress | None = None,
 ) -> SavedHessians:
     """Run text through an unquantized model, and store the Hessians of its linears."""
-    with open_source(model, options) as checkpoint:
+    with open_source(model, options) as checkpoint, layers_required(checkpoint, _WITHOUT):
+        opened = _Opened.of(checkpoint, options)
+        require_enough(options, opened.width, "(--samples)")
         data = prepare_texts(
             checkpoint, sources, options, options.own_text_file, device=options.device, progress=progress
         )
-        if not options.held_out:
-            raise DataError("Hessians need held-out text, on which codes are judged: give --held-out above 0")
         texts = SplitText.of(data, options.held_out)
-        return collect_hessians(checkpoint, texts, folder, options, data, overwrite=overwrite, progress=progress)
+        return _collected(opened, texts, folder, data, overwrite=overwrite, progress=progress)
 
 
 def collect_hessians(
@@ -80,35 +84,65 @@ def collect_hessians(
     texts: SplitText,
     folder: Path,
     run: CalibrateOptions = DEFAULT_OPTIONS,
-    data: CalibrationSet | None = None,
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> SavedHessians:
     """Store the Hessians of an open model, as `save_hessians` does with text that is tokens already."""
-    with layers_required(checkpoint, "calibrate without --hessians"):
+    with layers_required(checkpoint, _WITHOUT):
+        return _collected(_Opened.of(checkpoint, run), texts, folder, overwrite=overwrite, progress=progress)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A model without weights."""
+
+    loader: Loader
+    stack: LayerStack
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, run: CalibrateOptions) -> _Opened:
         model = CalibrationModel(checkpoint, run)
         loader = model.loader()
-        check_data(loader.model, texts.kept, texts.choosing)
-        stack = LayerStack(model, loader, run.max_memory)
-        used = CalibrationSet(texts.sequences[: texts.first_reported])
-        fingerprint = run_fingerprint(loader, used, "hessians", texts.first_chosen_on)
-        if (done := _finished(folder, fingerprint, overwrite=overwrite)) is not None:
-            return done
-        _require_tokens(stack, texts.kept.tokens)
-        work = folder.with_name(folder.name + _WORK_SUFFIX)
-        _take_back(folder, work)
-        with LayerWork(work, fingerprint, HESSIANS_FORMAT) as opened:
-            if len(opened.finished) < len(stack):
-                with LayerWalk(stack, used.sequences, opened) as walk:
-                    walk.run(_Collection(walk, texts, progress).run_layer)
-            layers = tuple(layer.digest for layer in opened.finished)
-            _move_layers(opened, folder, len(layers))
-            record = dict((data or used).record)
-            saved = SavedHessians(folder, ModelIdentity.of(checkpoint), fingerprint, record, texts.kept.tokens, layers)
-            saved.save()
-            opened.remove()
-        return saved
+        return cls(loader, LayerStack(model, loader, run.max_memory))
+
+    @property
+    def width(self) -> int:
+        """The largest number of input channels of a linear."""
+        widths = [site.width for site in self.stack.sites.linears]
+        widths += [max(site.inner_width, site.outer_width) for site in self.stack.sites.experts]
+        return max(widths, default=0)
+
+
+def _collected(
+    model: _Opened,
+    texts: SplitText,
+    folder: Path,
+    data: CalibrationSet | None = None,
+    *,
+    overwrite: bool,
+    progress: Progress | None,
+) -> SavedHessians:
+    loader, stack = model.loader, model.stack
+    check_data(loader.model, texts.kept, texts.choosing)
+    used = CalibrationSet(texts.sequences[: texts.first_reported])
+    fingerprint = run_fingerprint(loader, used, "hessians", texts.first_chosen_on)
+    if (done := _finished(folder, fingerprint, overwrite=overwrite)) is not None:
+        return done
+    require_tokens(texts.kept.tokens, model.width)
+    work = folder.with_name(folder.name + _WORK_SUFFIX)
+    _take_back(folder, work)
+    with LayerWork(work, fingerprint, HESSIANS_FORMAT) as opened:
+        if len(opened.finished) < len(stack):
+            with LayerWalk(stack, used.sequences, opened) as walk:
+                walk.run(_Collection(walk, texts, progress).run_layer)
+        layers = tuple(layer.digest for layer in opened.finished)
+        _move_layers(opened, folder, len(layers))
+        record, identity = dict((data or used).record), ModelIdentity.of(loader.checkpoint)
+        saved = SavedHessians(folder, identity, fingerprint, record, texts.kept.tokens, layers)
+        saved.save()
+        opened.remove()
+    return saved
 
 
 def _finished(folder: Path, fingerprint: str, *, overwrite: bool) -> SavedHessians | None:
@@ -130,18 +164,6 @@ def _finished(folder: Path, fingerprint: str, *, overwrite: bool) -> SavedHessia
         )
     SavedHessians.discard(folder)
     return None
-
-
-def _require_tokens(stack: LayerStack, tokens: int) -> None:
-    """Raise an error if the text is too short for the widest linear."""
-    widths = [site.width for site in stack.sites.linears]
-    widths += [max(site.inner_width, site.outer_width) for site in stack.sites.experts]
-    needed = TOKENS_PER_CHANNEL * max(widths, default=0)
-    if tokens < needed:
-        raise DataError(
-            f"{tokens:,} tokens of calibration text are too few for linears with {max(widths):,} input channels: "
-            f"give at least {needed:,} (--samples, --seq-len, or more text)"
-        )
 
 
 def _take_back(folder: Path, work: Path) -> None:
