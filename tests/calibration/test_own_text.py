@@ -19,7 +19,7 @@ from minifloat.calibration import own_text
 from minifloat.calibration.calibrate import calibrate, load_texts
 from minifloat.calibration.data import CalibrationSet, load_calibration_data
 from minifloat.calibration.options import TextOptions
-from minifloat.calibration.own_text import read_token_file, write_own_text
+from minifloat.calibration.own_text import own_text_path, read_token_file, write_own_text
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, CheckpointError, DataError, StatsError, UnknownNameError, UsageError
@@ -371,9 +371,34 @@ def test_calibrate_keeps_the_text_beside_the_statistics(llama_folder: Path, tmp_
     result = CliRunner().invoke(main, [*arguments, "--seq-len", "8"])
     assert result.exit_code == 0, result.output
     assert "self: kind self, weight 1.000, sequences 4, tokens 32" in " ".join(result.output.split())
-    text = read_token_file(tmp_path / "a.self.safetensors")
+    text = read_token_file(tmp_path / f"{llama_folder.name}.self-text.safetensors")
     assert text is not None
     assert np.array_equal(text.tokens, np.array(write(llama_folder, samples=4, seq_len=8).sequences))
+
+
+def test_every_command_keeps_the_text_of_a_model_in_one_file(llama_folder: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> set[str]:
+        result = CliRunner().invoke(main, [*arguments, "--no-report"] if "--scheme" in arguments else [*arguments])
+        assert result.exit_code == 0, result.output
+        return {path.name for path in tmp_path.iterdir() if path.is_file()}
+
+    model, text = str(llama_folder), f"{llama_folder.name}.self-text.safetensors"
+    sizes, scheme = ("--calibration-samples", "30", "--calibration-seq-len", "16"), ("--scheme", "fp8-static")
+    files = run("calibrate", model, str(tmp_path / "a"), "--data", "self", "--samples", "30", "--seq-len", "16")
+    assert {text} == {name for name in files if "self" in name}
+    written = (tmp_path / text).read_bytes()
+    assert run("quantize", model, str(tmp_path / "b"), *scheme, "--calibration", "self", *sizes) == files
+    assert run("quantize", model, str(tmp_path / "c"), *scheme, "--data", "self", *sizes) == files
+    assert (tmp_path / text).read_bytes() == written
+
+
+def test_text_under_its_former_name_is_used_on(tmp_path: Path) -> None:
+    new, old = tmp_path / "llama.self-text.safetensors", tmp_path / "a.self.safetensors"
+    assert own_text_path("llama", tmp_path / "a.safetensors", old.name) == new
+    old.touch()
+    assert own_text_path("org/llama", tmp_path / "a.safetensors", old.name) == old
+    new.touch()
+    assert own_text_path("org/llama", tmp_path / "a.safetensors", old.name) == new
 
 
 def test_a_model_without_a_tokenizer_writes_its_text(copy: Path, tmp_path: Path) -> None:

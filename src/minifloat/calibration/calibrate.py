@@ -141,11 +141,6 @@ def calibrate_opened(
     return calibrate_layerwise(model, data, options, progress)
 
 
-def own_text_path(path: Path) -> Path:
-    """Return the file that keeps the text that the model wrote, beside a file of statistics."""
-    return path.with_name(f"{path.stem}.self{path.suffix}")
-
-
 def load_texts(
     checkpoint: Checkpoint,
     sources: SourceLike | Sequence[SourceLike],

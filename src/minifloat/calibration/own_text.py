@@ -13,6 +13,7 @@ import gc
 import hashlib
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from minifloat.calibration.readers import OWN_TEXT, first_line
 from minifloat.calibration.stats import ModelIdentity
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, numpy_arrays, read_arrays, write_arrays
+from minifloat.checkpoint.hub import model_name
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.schema import any_object, exact_fields, integer, map_of, or_null, text
 from minifloat.engine import Engine, EngineOptions, Request, SamplingParams
@@ -138,6 +140,14 @@ _SAVE_SECONDS = 20.0
 _COMPANION = "companion"
 #: Stands for the content of a user's turn when the chat template is rendered.
 _CONTENT = "OWNTEXTCONTENT"
+
+
+def own_text_path(model: str | os.PathLike[str], out: Path, former: str | None = None) -> Path:
+    """Return the file beside an output that keeps the text of a model; one with the `former` name is used on."""
+    out = out.absolute()
+    path = out.with_name(f"{model_name(model).rpartition('/')[2]}.self-text.safetensors")
+    old = path if former is None else out.with_name(former)
+    return old if old.exists() and not path.exists() else path
 
 
 class ShortMemoryError(UsageError):

@@ -52,14 +52,14 @@ def calibrate(
     DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the name of a data set of the hub, with options
     after a #: gsm8k.jsonl#column=question,weight=2
 
-    DATA self is text that the model itself writes; it is kept beside STATS, as *.self.safetensors.
+    DATA self is text that the model itself writes; it is kept beside STATS, in MODEL.self-text.safetensors.
 
     With --hessians, the folder *.hessians beside STATS serves GPTQ in every scheme without text. It takes half
     the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
     """
     from minifloat.calibration.calibrate import calibrate as run_calibration
-    from minifloat.calibration.calibrate import own_text_path
     from minifloat.calibration.document import document
+    from minifloat.calibration.own_text import own_text_path
     from minifloat.calibration.result import held_out_path, require_free
     from minifloat.calibration.rules import parse_rule
     from minifloat.calibration.summary import summarize
@@ -76,7 +76,7 @@ def calibrate(
         values,
         work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
         rule=parsed,
-        own_text_file=own_text_path(stats),
+        own_text_file=own_text_path(model, stats, f"{stats.stem}.self{stats.suffix}"),
     )
 
     with progress_bar(enabled=not as_json) as progress:

@@ -170,6 +170,7 @@ def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibrat
         )
     from minifloat.calibration.calibrate import calibrate
     from minifloat.calibration.options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, CalibrateOptions
+    from minifloat.calibration.own_text import own_text_path
     from minifloat.calibration.result import Calibration
     from minifloat.quantize.own_text import prepare_own_text
 
@@ -181,7 +182,9 @@ def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibrat
         seed=params.calibration_seed,
         rule=params.rule,
         max_saturation=params.max_saturation,
-        own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
+        own_text_file=own_text_path(
+            params.model, params.out, f"{params.out.absolute().name}.calibration-self.safetensors"
+        ),
         from_quantized=params.from_quantized,
         revision=params.revision,
     )

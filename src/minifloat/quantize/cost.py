@@ -13,7 +13,7 @@ import torch
 
 from minifloat.calibration.data import SourceLike, as_sources
 from minifloat.calibration.options import TextOptions
-from minifloat.calibration.own_text import read_token_file
+from minifloat.calibration.own_text import own_text_path, read_token_file
 from minifloat.calibration.readers import OWN_TEXT, locate
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import StatsError, StorageError, UsageError
@@ -130,7 +130,7 @@ def cost_of(
     for source in as_sources(data.sources):
         if source.name != OWN_TEXT:
             locate(source)  # a name that does not exist is an error before the cost is said
-    file = destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors")
+    file = own_text_path(checkpoint.path, destination)
     files = file, beside(destination, WORK_SUFFIX)
     return text, file, data_cost(checkpoint, plan, data.sources, text, data.rounding, destination, files)
 
