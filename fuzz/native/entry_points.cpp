@@ -196,6 +196,22 @@ void divergence(Fields& fields) {
     minifloat_divergence(fields.isa(), &a);
 }
 
+void draw(Fields& fields) {
+    minifloat_draw_args a = {};
+    a.rows = fields.size(8), a.vocab = fields.size(3000), a.stride = a.vocab + fields.small(-1, 3);
+    a.threads = fields.small(-1, 3);
+    const bool wrong = a.rows < 0 || a.vocab < 1 || a.stride < a.vocab;
+    if (wrong) require(minifloat_draw(fields.isa(), &a) != MINIFLOAT_OK, "wrong sizes were accepted");
+    if (wrong || !fits({a.rows, a.stride})) return;
+    Buffer logits(a.rows * a.stride * 4, 0, fields.seed()), numbers(3 * a.rows * 8, 0, fields.seed());
+    Buffer tokens(a.rows * 8, 0, 1);
+    a.logits = logits.as<float>(), a.tokens = tokens.as<int64_t>();
+    a.largest = numbers.as<double>(), a.temperatures = a.largest + a.rows, a.uniforms = a.temperatures + a.rows;
+    minifloat_draw(fields.isa(), &a);
+    for (int64_t row = 0; row < a.rows; ++row)
+        require(a.tokens[row] >= 0 && a.tokens[row] < a.vocab, "a token is not in the vocabulary");
+}
+
 void round_with_feedback(Fields& fields) {
     minifloat_round_with_feedback_args a = {};
     a.rows = fields.size(30), a.cols = fields.size(100), a.groups = fields.size(10);
@@ -375,7 +391,7 @@ void read(Fields& fields) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     static void (*const kFunctions[])(Fields&) = {
-        quantize_rows, round_inputs, observe, divergence, round_with_feedback, gram, linear, moe, read,
+        quantize_rows, round_inputs, observe, divergence, draw, round_with_feedback, gram, linear, moe, read,
     };
     Fields fields(data, size);
     kFunctions[fields.small(0, sizeof kFunctions / sizeof *kFunctions - 1)](fields);

@@ -191,3 +191,25 @@ def test_numbers_of_draws_are_those_of_philox_at_each_position_in_any_order() ->
         state.add(0)
     assert state.uniform(1000) == expected(1150)
     assert state.uniform() == expected(150)
+
+
+def test_rows_that_are_drawn_together_get_the_tokens_that_they_get_alone() -> None:
+    """Among them rows that are limited, biased, greedy or not finite, which are chosen one by one."""
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.5, logprobs=2),
+        SamplingParams(seed=3, top_k=5),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=4, logit_bias={7: 50.0}),
+        SamplingParams(seed=5),
+        SamplingParams(seed=6),
+    ]
+    logits = torch.stack([logits_of(seed, 500) for seed in range(len(params))])
+    logits[5, 3] = math.nan
+    states = [SamplingState(each, ()) for each in params]
+    together = sample(logits, states)
+    for row, state, choice in zip(logits, states, together, strict=True):
+        [alone] = sample(row[None], [state])
+        assert isinstance(choice, NonFiniteLogits) if isinstance(alone, NonFiniteLogits) else choice == alone
+    assert isinstance(together[5], NonFiniteLogits)
+    assert together[6] == TokenChoice(draw(logits[6].numpy(), params[6], states[6].uniform()))

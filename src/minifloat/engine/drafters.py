@@ -17,12 +17,13 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
 from minifloat.engine.native_runner import NativeRunner
 from minifloat.engine.options import EngineOptions
-from minifloat.engine.sampling import Logits, SamplingState
+from minifloat.engine.sampling import SamplingState
 from minifloat.engine.scheduler import Runner, WorkItem
 from minifloat.engine.sequence import Sequence
 from minifloat.engine.speculation import Drafter
 from minifloat.errors import UsageError
 from minifloat.kernels.decoder import Attention, Decoder, DeltaNet, Experts, Layer, Mlp, Rotary
+from minifloat.kernels.draw import Logits
 from minifloat.kernels.memory import available_memory
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack, why_not

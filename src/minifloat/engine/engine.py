@@ -28,7 +28,6 @@ from minifloat.engine.options import EngineOptions
 from minifloat.engine.reports import EngineListener, Reporter
 from minifloat.engine.sampling import (
     Choices,
-    Logits,
     NonFiniteLogits,
     Postponed,
     SamplingParams,
@@ -44,6 +43,7 @@ from minifloat.engine.steps import Step, launch, launch_next
 from minifloat.engine.text import TextStream, TokenDecoder, TokenTexts
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.kernels.draw import Logits
 from minifloat.model.runtime.tensors import current, device_named, returned_when_freed
 from minifloat.model.runtime.tokenizer import end_tokens, serving_tokenizer
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from minifloat.engine.grammar import GrammarPending
 from minifloat.errors import UsageError
+from minifloat.kernels.draw import Logits, Weights, draw_rows, invert, weights_of
 
 if TYPE_CHECKING:
     from minifloat.engine.grammar import Grammar, GrammarState
@@ -161,15 +162,15 @@ _LOW_31_BITS = 0x7FFFFFFF
 #: Tokens of a group in the search for the largest logits.
 _GROUP = 64
 
-Logits = NDArray[np.float32]
-Weights = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
 
 def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
+    if not params.limits:
+        return draw_rows(logits[None], [float(logits.max())], [params.temperature], [uniform])[0]
     tokens, weights = _distribution(logits, params)
-    index = _invert(weights, uniform)
-    return index if tokens is None else int(tokens[index])
+    assert tokens is not None
+    return int(tokens[invert(weights, uniform)])
 
 
 def race(logits: Logits, params: SamplingParams, times: Weights) -> int:
@@ -182,10 +183,10 @@ def race(logits: Logits, params: SamplingParams, times: Weights) -> int:
 def _distribution(logits: Logits, params: SamplingParams) -> tuple[Tokens | None, Weights]:
     """Return the tokens that can be drawn, None for all, and numbers in proportion to their probabilities."""
     if not params.limits:
-        return None, _weights(logits, logits.max(), params.temperature)
+        return None, weights_of(logits, logits.max(), params.temperature)
     tokens, total = _candidates(logits, params)
     tokens = _most_probable_first(logits, tokens)[: params.top_k or None]
-    weights = _weights(logits[tokens], logits[tokens[0]], params.temperature)
+    weights = weights_of(logits[tokens], logits[tokens[0]], params.temperature)
     weights = weights[weights >= params.min_p]
     if params.top_p < 1.0:
         total = weights.sum() if total is None else total
@@ -193,20 +194,11 @@ def _distribution(logits: Logits, params: SamplingParams) -> tuple[Tokens | None
     return tokens[: len(weights)], weights
 
 
-def _weights(logits: Logits, largest: np.float32, temperature: float) -> Weights:
-    """Return the probabilities of tokens, divided by that of the most probable token."""
-    scaled = logits.astype(np.float64)
-    scaled -= np.float64(largest)  # before the division, by which both may become infinite
-    with np.errstate(over="ignore"):
-        scaled /= temperature
-    return np.exp(scaled, out=scaled)
-
-
 def _candidates(logits: Logits, params: SamplingParams) -> tuple[Tokens, np.float64 | None]:
     """Return tokens that contain all that can be drawn, as few as are found quickly."""
     if params.top_k:
         return np.flatnonzero(logits >= _lower_bound(logits, params.top_k)), None
-    weights = _weights(logits, logits.max(), params.temperature)
+    weights = weights_of(logits, logits.max(), params.temperature)
     if params.min_p:
         return np.flatnonzero(weights >= params.min_p), None
     total = weights.sum()
@@ -236,13 +228,6 @@ def _most_probable_first(logits: Logits, tokens: Tokens) -> Tokens:
     keys = (np.where(bits < 0, bits ^ _LOW_31_BITS, bits) << 32) | (_LOW_31_BITS - tokens)
     keys.sort()
     return _LOW_31_BITS - (keys[::-1] & _LOW_31_BITS)
-
-
-def _invert(weights: Weights, uniform: float) -> int:
-    """Return the first index whose cumulative weight is above `uniform` times the total."""
-    sums = weights.cumsum()
-    index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    return min(index, len(weights) - 1)
 
 
 #: Numbers that Philox makes per count, of which a position takes the first.
@@ -337,6 +322,12 @@ class SamplingState:
             self._times[position] = np.maximum(generator.standard_exponential(vocab), _LEAST_TIME)
         return self._times[position]
 
+    @property
+    def draws_from_all(self) -> bool:
+        """Whether a token is drawn at one number, from all tokens by the logits of the model."""
+        params = self.params
+        return not (self.races or params.is_greedy or params.limits or params.changes_logits)
+
     def draw(self, logits: Logits, ahead: int = 0) -> int:
         """Draw a token by logits ``[vocab]``, which `change` has changed."""
         if self.races:
@@ -392,16 +383,36 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
     # In numpy: synchronizing torch's threads takes longer than these few rows.
     await_grammars(states)
     rows: Logits = logits.numpy()
+    best = rows.argmax(axis=-1).tolist()
+    drawn = _draw_together(rows, best, states)
     choices: list[TokenChoice | Exception] = []
-    for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
+    for number, (row, token, state) in enumerate(zip(rows, best, states, strict=True)):
         try:
-            choices.append(choose(row, state, token))
+            choices.append(choose(row, state, token, drawn=drawn.get(number)))
         except Exception as error:  # of this sequence; the others continue
             choices.append(error)
     return choices
 
 
-def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> TokenChoice:
+def _draw_together(rows: Logits, best: Sequence[int], states: Sequence[SamplingState]) -> dict[int, int]:
+    """Return the tokens of those rows that are drawn from the distribution of the model itself."""
+    plain = [
+        number
+        for number, (token, state) in enumerate(zip(best, states, strict=True))
+        if state.draws_from_all and math.isfinite(rows[number, token])
+    ]
+    if not plain:
+        return {}
+    drawn = draw_rows(
+        rows if len(plain) == len(rows) else rows[plain],
+        [rows[number, best[number]] for number in plain],
+        [states[number].params.temperature for number in plain],
+        [states[number].uniform() for number in plain],
+    )
+    return dict(zip(plain, drawn, strict=True))
+
+
+def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0, *, drawn: int | None = None) -> TokenChoice:
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best
@@ -415,7 +426,7 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> T
             if not math.isfinite(changed[token]):
                 raise NonFiniteLogits(f"the largest logit after penalties, biases and grammar is {changed[token]}")
         if not params.is_greedy:
-            token = state.draw(changed, ahead)
+            token = state.draw(changed, ahead) if drawn is None else drawn
     if params.logprobs is None:
         return TokenChoice(token)
     shifted = logits.astype(np.float64) - logits[best]

@@ -11,6 +11,7 @@
     DO(void, amax, minifloat_amax_args&)                                         \
     DO(void, histogram, minifloat_histogram_args&)                               \
     DO(void, divergence, const minifloat_divergence_args&)                       \
+    DO(void, draw, const minifloat_draw_args&)                                   \
     DO(int32_t, round_with_feedback, const minifloat_round_with_feedback_args&)  \
     DO(int32_t, gram, const minifloat_gram_args&)                                \
     DO(int64_t, packed_bytes, const minifloat_pack_args&)                        \
@@ -107,6 +108,8 @@ bool valid(const minifloat_histogram_args& a) { return a.count >= 0 && known_dty
 bool valid(const minifloat_divergence_args& a) {
     return a.rows >= 0 && a.top >= 1 && a.top <= a.vocab && a.top <= MINIFLOAT_DIVERGENCE_TOP && a.vocab <= INT32_MAX;
 }
+
+bool valid(const minifloat_draw_args& a) { return a.rows >= 0 && a.vocab >= 1 && a.stride >= a.vocab; }
 
 bool valid(const minifloat_read_args& a) { return a.data != nullptr && a.bytes >= 0 && a.bytes % 8 == 0; }
 
@@ -259,6 +262,7 @@ MINIFLOAT_IEEE_ENTRY(round_inputs, minifloat_round_inputs_args const)
 MINIFLOAT_IEEE_ENTRY(amax, minifloat_amax_args)
 MINIFLOAT_IEEE_ENTRY(histogram, minifloat_histogram_args)
 MINIFLOAT_ENTRY(divergence, minifloat_divergence_args const)
+MINIFLOAT_ENTRY(draw, minifloat_draw_args const)
 MINIFLOAT_ENTRY(round_with_feedback, minifloat_round_with_feedback_args const)
 MINIFLOAT_ENTRY(gram, minifloat_gram_args const)
 MINIFLOAT_ENTRY(pack, minifloat_pack_args const)

@@ -12,7 +12,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 19
+#define MINIFLOAT_ABI_VERSION 20
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -125,6 +125,18 @@ struct minifloat_divergence_args {
     float* q_logits;    // [rows, top]
     int32_t* p_tokens;  // [rows, top], tokens with these logits
     int32_t* q_tokens;  // [rows, top]
+};
+
+// Draws one token of each row: the first whose weight and those before it are above `uniforms` times the sum of all. The
+// weight of a token is e^((logit - largest) / temperature).
+struct minifloat_draw_args {
+    const float* logits;  // [rows, vocab], rows `stride` elements apart; no NaN
+    int64_t rows, vocab, stride;
+    const double* largest;       // [rows], the largest logits, finite
+    const double* temperatures;  // [rows], positive
+    const double* uniforms;      // [rows], in [0, 1)
+    int32_t threads;
+    int64_t* tokens;  // [rows]
 };
 
 // Rounds the columns of a weight in ascending order. The error of a column, weight - code * scale, times
@@ -466,6 +478,7 @@ MINIFLOAT_API int32_t minifloat_round_inputs(int32_t isa, const struct minifloat
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
 MINIFLOAT_API int32_t minifloat_divergence(int32_t isa, const struct minifloat_divergence_args* args);
+MINIFLOAT_API int32_t minifloat_draw(int32_t isa, const struct minifloat_draw_args* args);
 
 MINIFLOAT_API int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args);
 MINIFLOAT_API int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args);

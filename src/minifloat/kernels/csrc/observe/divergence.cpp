@@ -2,43 +2,15 @@
 // choices. Logits are float32; exponentials and sums are float64, so that equal logits give a divergence of exactly 0.
 #include "../../native/api.h"
 #include "../threads.h"
-#include "../vec.h"
+#include "doubles.h"
 
 namespace MINIFLOAT_ISA {
 namespace {
 
-typedef double F64 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
-typedef int64_t I64 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
-typedef float Narrow __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES / 2)));
-
-constexpr int kCount = MINIFLOAT_VECTOR_BYTES / 8;
 constexpr int kUnroll = 2;  // sums that do not wait for each other
 constexpr int kMostTop = MINIFLOAT_DIVERGENCE_TOP;
 constexpr int64_t kChunk = 4 * kWidth;
 constexpr float kInfinite = __builtin_inff();
-
-inline F64 widen(const float* p) {
-    Narrow v;
-    __builtin_memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, F64);
-}
-
-// Within 2 units in the last place for x <= 0; 0 below the logarithm of the smallest normal number, and for NaN.
-// x = n log 2 + r: the series of r, then n into the exponent.
-inline F64 exp(F64 x) {
-    constexpr double kLowest = -708.0, kLog2e = 1.4426950408889634;
-    constexpr double kLog2High = 6.93147180369123816490e-01, kLog2Low = 1.90821492927058770002e-10;
-    constexpr double kRound = 6755399441055744.0;  // added, it leaves an integer in the low bits
-    constexpr double kSeries[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
-                                  1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
-    const F64 shifted = x * kLog2e + kRound;
-    const F64 n = shifted - kRound;
-    const F64 r = (x - n * kLog2High) - n * kLog2Low;
-    F64 sum = r * (1.0 / 6227020800.0);
-#pragma GCC unroll 13
-    for (int i = 0; i < 13; ++i) sum = (i == 0 ? sum : sum * r) + kSeries[i];
-    return bit_cast<F64>((bit_cast<I64>(sum) + (bit_cast<I64>(shifted) << 52)) & (x >= kLowest));
-}
 
 // The largest logits of a row in falling order; of equal ones, those of the first tokens.
 struct Top {
@@ -92,12 +64,6 @@ struct Sums {
         difference += bit_cast<F64>(bit_cast<I64>(weight * (x - y)) & (weight > F64{}));
     }
 };
-
-double total(F64 v) {
-    double sum = 0.0;
-    for (int lane = 0; lane < kCount; ++lane) sum += v[lane];
-    return sum;
-}
 
 void compare_row(const minifloat_divergence_args& a, int64_t row) {
     const float *p = a.p + row * a.vocab, *q = a.q + row * a.vocab;
