@@ -74,6 +74,28 @@ def test_the_linear_runs_alone_on_the_kept_inputs(tmp_path: Path) -> None:
         assert block(torch.randn(2, 4)).shape == (2, 4)
 
 
+def test_a_linear_runs_once_for_each_sequence_whatever_follows_it(tmp_path: Path) -> None:
+    parts = [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width, bias=False)) for width in (4, 8, 4)]
+    model = nn.ModuleDict({"a": parts[0], "b": parts[1], "c": parts[2]})
+    counts = dict.fromkeys(model, 0)
+    for name, part in model.items():
+        part[1].weight.data = torch.randint(-3, 4, part[1].weight.shape).float()  # sums are exact
+        plain = part[1].forward
+        part[1].forward = lambda x, name=name, plain=plain: (counts.update({name: counts[name] + 1}), plain(x))[1]
+    modules = {stage: FinishedModule(name, f"{name}.1", 3, 0) for stage, name in enumerate(model)}
+    kept = torch.randint(-3, 4, (3, 3, 6)).float()
+    with TensorFile(tmp_path / "file") as file, torch.inference_mode():
+        finished = FinishedModules(model, modules, file)
+        for stage in modules:
+            finished.keep(stage, 5, kept[stage])
+        expected = [part[1](kept[stage][None]) for stage, part in enumerate(parts)]
+        counts.update(dict.fromkeys(counts, 0))
+        for _ in range(3):
+            with finished.applied(5):
+                assert all(part(torch.randn(1, 3, 4)).equal(want) for part, want in zip(parts, expected, strict=True))
+    assert counts == {"a": 1, "b": 1, "c": 3}  # nothing follows the last one: its output is not kept
+
+
 @pytest.mark.parametrize(
     ("model_type", "scheme"),
     [("llama", "mxfp4"), ("llama", "nvfp4-w4a4"), ("qwen2_moe", "fp8-dynamic"), ("cohere", "nvfp4")],

@@ -49,6 +49,7 @@ class OutputLoss:
         by_gram, by_tokens = channels * (tokens + CANDIDATES * rows), 2 * CANDIDATES * tokens * rows
         self.uses_gram = activation is None and by_gram < by_tokens
         self._gram = inputs.T @ inputs if self.uses_gram else None
+        self._exact: tuple[Tensor, list[Tensor]] | None = None  # the last inputs of `per_token`, and their outputs
 
     def total(self, exponents: Tensor) -> float:
         """Return the loss on the inputs for int32 ``[K]`` exponents, summed over tokens and sampled rows."""
@@ -62,8 +63,9 @@ class OutputLoss:
         loss = torch.zeros(inputs.shape[0], dtype=torch.float64)
         norm = torch.zeros_like(loss)
         seen = inputs if self.activation is None else self._rounded_inputs(inputs, exponents)
-        for group, slab in self._slabs:
-            outputs = inputs @ slab.T
+        if self._exact is None or self._exact[0] is not inputs:
+            self._exact = inputs, [inputs @ slab.T for _, slab in self._slabs]
+        for (group, slab), outputs in zip(self._slabs, self._exact[1], strict=True):
             rounded = seen @ self._folded(group, slab, exponents).T
             loss += (rounded - outputs).square().sum(1)
             norm += outputs.square().sum(1)

@@ -151,11 +151,12 @@ class FinishedModule:
 
 
 class FinishedModules:
-    """The closed modules of a layer, and the inputs of their linears."""
+    """The closed modules of a layer, with the inputs of their linears; once a linear has run, with its outputs."""
 
     def __init__(self, model: nn.Module, finished: dict[int, FinishedModule], file: TensorFile) -> None:
         self._model, self._finished, self._file = model, finished, file
         self._places: dict[tuple[int, int], StoredTensor] = {}
+        self._ran: set[tuple[int, int]] = set()
 
     def keep(self, stage: int, sequence: int, inputs: Tensor) -> None:
         """Keep the inputs ``[T, K]`` of a stage in one sequence, if its linear closes a module."""
@@ -164,13 +165,29 @@ class FinishedModules:
 
     @contextmanager
     def applied(self, sequence: int) -> Iterator[None]:
-        """Replace each closed module whose inputs are kept for a sequence by its linear while the block runs."""
+        """Replace each closed module whose inputs are kept for a sequence by its output while the block runs."""
         with ExitStack() as stack:
             for stage, module_end in self._finished.items():
                 if (stage, sequence) in self._places:
-                    inputs = partial(self._file.read, self._places[stage, sequence])
-                    stack.enter_context(_replaced(self._model, module_end, inputs))
+                    output = partial(self._output, stage, sequence)
+                    stack.enter_context(_replaced(self._model, module_end, output))
             yield
+
+    def _output(self, stage: int, sequence: int) -> Tensor:
+        """Return the output of a closed module, whose linear has its final weight."""
+        key = stage, sequence
+        kept = self._file.read(self._places[key])
+        if key in self._ran:
+            return kept
+        output = _closing_output(self._model, self._finished[stage], kept)
+        if stage != max(self._finished):  # behind the last one the layer runs once
+            place = StoredTensor(self._places[key].offset, output.shape, output.dtype)
+            if place.end > self._places[key].end:
+                place = self._file.reserve(output)
+            self._file.write(place, output)
+            self._places[key] = place
+            self._ran.add(key)
+        return output
 
 
 def find_finished_modules(
@@ -206,21 +223,28 @@ def find_finished_modules(
         # With the modules replaced, the layer must give the same bits; otherwise no module counts as finished.
         for module_end in found.values():
             kept = inputs[module_end.linear].reshape(-1, inputs[module_end.linear].shape[-1])
-            stack.enter_context(_replaced(model, module_end, lambda kept=kept: kept))  # type: ignore[misc]
+            stack.enter_context(_replaced(model, module_end, partial(_closing_output, model, module_end, kept)))
         if not call.run(layer, hidden).equal(expected):
             return {}
     return found
 
 
-@contextmanager
-def _replaced(model: nn.Module, module_end: FinishedModule, read: Callable[[], Tensor]) -> Iterator[None]:
-    """Let a closed module apply its linear to kept inputs, without the hooks of the linear."""
-    module = model.get_submodule(module_end.path)
+def _closing_output(model: nn.Module, module_end: FinishedModule, inputs: Tensor) -> Tensor:
+    """Return the output of the linear that closes a module on inputs ``[T, K]``, without the hooks of the linear."""
     linear: Any = model.get_submodule(module_end.linear)
+    inputs = inputs.to(linear.weight.device)
+    output: Tensor = linear.forward(inputs[None] if module_end.dimensions == 3 else inputs)
+    return output
+
+
+@contextmanager
+def _replaced(model: nn.Module, module_end: FinishedModule, output_of: Callable[[], Tensor]) -> Iterator[None]:
+    """Let a closed module return an output that is known."""
+    module = model.get_submodule(module_end.path)
+    device = next(module.parameters()).device
 
     def forward(*_: Any, **__: Any) -> Any:
-        inputs = read().to(linear.weight.device)
-        output = linear.forward(inputs[None] if module_end.dimensions == 3 else inputs)
+        output = output_of().to(device)
         return (output, *[None] * (module_end.returned - 1)) if module_end.returned else output
 
     undo = replace_forward(module, forward)
