@@ -166,6 +166,7 @@ def group_work(group: Group, tokens: float, *, follows: bool) -> Work:
         single += 0.0 if adds else 2.0 * group.rows * squares
         solve = 2.0 * _TILE * math.ceil(group.rows / _TILE / processors.limit()) * squares
     factor = squares * (group.width / 3.0 + 2 * _TILE)  # tiles on the diagonal, and the copies, are slower
+    factor *= 2.0 if follows else 1.0  # another one with the ridge of the target
     return Work(forward, gram, factor, single, solve, group.rows * squares, weights)
 
 

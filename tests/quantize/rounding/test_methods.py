@@ -18,6 +18,7 @@ from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 from minifloat.quantize.rounding.feedback import DAMPING, factorize
 from minifloat.quantize.rounding.methods import (
     METHODS,
+    RIDGE,
     TOKENS_PER_COLUMN,
     Grid,
     SharedInput,
@@ -180,13 +181,13 @@ def statistics_of(rows: Rows, weight: Tensor | None = None) -> Statistics:
 
 def inputs_of(rows: Rows, held_out: Rows | None, weight: Tensor | None = None) -> SharedInput:
     statistics = statistics_of(rows, weight)
-    return SharedInput(statistics, factorize(statistics.hessian, "o_proj"), held_out)
+    return SharedInput(statistics, held_out)
 
 
 def ridge_solution(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """The change of a weight ``[N, K]`` that is closest to giving `outputs`, under the damping of the Hessian."""
+    """The change of a weight ``[N, K]`` that is closest to giving `outputs`, under the ridge of the regression."""
     tokens, width = inputs.shape
-    ridge = (DAMPING * inputs.double().square().mean()).sqrt()
+    ridge = (RIDGE * inputs.double().square().mean()).sqrt()
     rows = torch.cat([inputs.double() / tokens**0.5, ridge * torch.eye(width)])
     targets = torch.cat([outputs.double() / tokens**0.5, torch.zeros(width, outputs.shape[1])])
     return torch.linalg.lstsq(rows, targets).solution.T.float()
@@ -213,7 +214,7 @@ def test_the_target_is_the_least_squares_solution_in_float64() -> None:
     torch.testing.assert_close(target, weight + details["drift_factor"] * step, rtol=1e-4, atol=1e-4)
     error = ((held_out.reference @ weight.T - held_out.inputs @ target.T).square().sum()) ** 0.5
     before = ((held_out.reference @ weight.T - held_out.inputs @ weight.T).square().sum()) ** 0.5
-    assert error < 0.2 * before
+    assert error < 0.4 * before  # the ridge keeps a part of it
 
 
 def test_a_linear_that_adds_to_the_residual_stream_makes_up_for_half_of_its_error() -> None:
@@ -251,11 +252,10 @@ def test_without_drift_the_target_is_the_weight_and_the_codes_are_those_of_gptq(
     rows = Rows(inputs, inputs)
     grid = grid_of(weight, SCHEMES["mxfp4"].weight)
     statistics = statistics_of(rows)
-    feedback = factorize(statistics.hessian, "o_proj")
-    expected = get_method("gptq").round([weight.float()], [grid], SharedInput(statistics, feedback)).codes[0]
+    expected = get_method("gptq").round([weight.float()], [grid], SharedInput(statistics)).codes[0]
     for given in (statistics, replace(statistics, drift=None)):
-        assert torch.equal(matched(weight.float(), SharedInput(given, feedback, rows))[0], weight.float())
-        found = get_method("match").round([weight.float()], [grid], SharedInput(given, feedback, rows))
+        assert torch.equal(matched(weight.float(), SharedInput(given, rows))[0], weight.float())
+        found = get_method("match").round([weight.float()], [grid], SharedInput(given, rows))
         assert torch.equal(found.codes[0], expected)
 
 

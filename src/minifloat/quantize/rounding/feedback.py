@@ -31,7 +31,7 @@ class Feedback:
     dead: int
 
 
-def factorize(hessian: Tensor, name: str) -> Feedback:
+def factorize(hessian: Tensor, name: str, damping: float = DAMPING) -> Feedback:
     diagonal = hessian.diagonal().double()
     if not bool(diagonal.isfinite().all()):
         raise SingularHessianError(f"{name}: the second moments of its inputs are NaN or Inf")
@@ -43,7 +43,7 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
     for rows in tiles(len(order)):
         damped[rows] = hessian[last_first[rows]][:, last_first].double()
     damped.diagonal()[dead] = mean  # any positive value: no other column exchanges errors with a dead one
-    damping, added = DAMPING, 0.0
+    added = 0.0
     while True:
         damped.diagonal().add_((damping - added) * mean)
         added = damping

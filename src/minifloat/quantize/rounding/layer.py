@@ -18,7 +18,7 @@ from minifloat.errors import NonFiniteError
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.scheme import Scheme, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.feedback import DAMPING, Feedback, factorize, times
+from minifloat.quantize.rounding.feedback import DAMPING, Feedback, times
 from minifloat.quantize.rounding.layer_fold import LayerFold, SampleInputs, layer_tensors, part_view
 from minifloat.quantize.rounding.methods import Grid, Method, SharedInput, error_of
 from minifloat.quantize.rounding.rounded_model import Bytes, layer_content
@@ -68,14 +68,14 @@ class LayerRounding:
                 by_spec.setdefault(self.parts[module].scheme.weight, []).append(module)
         if not by_spec:
             return
-        feedback = factorize(statistics.hessian, modules[0]) if self.method.needs_data else None
-        inputs = SharedInput(statistics, feedback, held_out)
-        facts = {**facts, **({} if feedback is None else _unusual(feedback))}
+        inputs = SharedInput(statistics, held_out, modules[0])
         for members in by_spec.values():
             grids = [self._grid(module, self.parts[module]) for module in members]
             rounded = self.method.round([self.weights[module].float().cpu() for module in members], grids, inputs)
+            unusual = _unusual(inputs.feedback) if self.method.needs_data else {}
+            details = {**rounded.details, **facts, **unusual}
             for module, grid, codes in zip(members, grids, rounded.codes, strict=True):
-                self._choose(module, grid, grid.with_codes(codes), held_out, {**rounded.details, **facts})
+                self._choose(module, grid, grid.with_codes(codes), held_out, details)
 
     def _choose(
         self, module: str, grid: Grid, candidate: QuantizedTensor, held_out: Rows | None, facts: Mapping[str, Any]

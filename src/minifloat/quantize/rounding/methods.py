@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +26,14 @@ from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scale import cast_stats
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.feedback import Feedback, regress, times
+from minifloat.quantize.rounding.feedback import Feedback, factorize, regress, times
 from minifloat.quantize.rounding.statistics import Rows, Statistics, output_error
 
 #: Tokens per column at which half of an estimate counts, where no held-out text says how much of it is right.
 TOKENS_PER_COLUMN = 4
+#: Share of the mean diagonal of H that is added in the regression of the drift. Directions of X with little variance
+#: hold little of the drift, and what is fitted there from one text is wrong for another.
+RIDGE = 1.0
 #: Rows of a weight whose errors are computed at once.
 _PIECE_ROWS = 128
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -99,14 +103,13 @@ class SharedInput:
     """What is known about the input that some linears share."""
 
     statistics: Statistics
-    feedback: Feedback | None  # from the Hessian of `statistics`; None for a method that needs no data
     held_out: Rows | None = None  # float32 rows of text that is in no statistic; None: there are none
+    name: str = "weight"  # of one of the modules, for errors
 
-    @property
-    def required_feedback(self) -> Feedback:
-        """The feedback, for methods that need data."""
-        assert self.feedback is not None
-        return self.feedback
+    @cached_property
+    def feedback(self) -> Feedback:
+        """The feedback from the Hessian of `statistics`."""
+        return factorize(self.statistics.hessian, self.name)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class Gptq(Method):
     summary = "error compensation under the inputs of the original model (GPTQ)"
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
-        return Rounded(compensate(torch.cat(list(weights)), grids, inputs.required_feedback))
+        return Rounded(compensate(torch.cat(list(weights)), grids, inputs.feedback))
 
 
 def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[Tensor]:
@@ -181,9 +184,9 @@ class Match(Method):
     """GPTQ whose target gives the original outputs on the inputs of the quantized model (output matching).
 
     The layers before a linear are quantized already, so that its inputs X differ from the inputs Xf of the original
-    model. The weight W' = W + W (Xf - X)'X (X'X + l I)^-1 gives on X the outputs that are closest to W Xf. GPTQ then
-    rounds W' instead of W. A linear that adds to the residual stream also makes up for half of the error that the
-    stream has by then: that half is added to W (Xf - X).
+    model. The weight W' = W + W (Xf - X)'X (X'X + l I)^-1, l = `RIDGE`, gives on X outputs that are closer to W Xf.
+    GPTQ then rounds W' instead of W. A linear that adds to the residual stream also makes up for half of the error that
+    the stream has by then: that half is added to W (Xf - X).
 
     W' - W is an estimate from a finite text and would do harm if that is short, so it is multiplied by the factor that
     is best on held-out text, which is near 1 if there are many tokens for each of the K columns and falls towards 0 if
@@ -196,7 +199,7 @@ class Match(Method):
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
         target, details = matched(torch.cat(list(weights)), inputs)
-        return Rounded(compensate(target, grids, inputs.required_feedback), details)
+        return Rounded(compensate(target, grids, inputs.feedback), details)
 
 
 def matched(weight: Tensor, inputs: SharedInput) -> tuple[Tensor, dict[str, float]]:
@@ -207,7 +210,7 @@ def matched(weight: Tensor, inputs: SharedInput) -> tuple[Tensor, dict[str, floa
         lacking = times(weight, statistics.drift)
     if lacking is None:
         return weight, {}
-    step = regress(lacking, inputs.required_feedback)
+    step = regress(lacking, factorize(statistics.hessian, inputs.name, RIDGE))
     error = None if held_out is None else output_error(held_out, weight, lambda x, w: times(x, w.T.contiguous()))
     factor = _factor(step, error, held_out, statistics.tokens)
     return weight + factor * step, {"drift_factor": factor}
