@@ -187,7 +187,7 @@ def inputs_of(rows: Rows, held_out: Rows | None, weight: Tensor | None = None) -
 def ridge_solution(inputs: Tensor, outputs: Tensor) -> Tensor:
     """The change of a weight ``[N, K]`` that is closest to giving `outputs`, under the ridge of the regression."""
     tokens, width = inputs.shape
-    ridge = (RIDGE * inputs.double().square().mean()).sqrt()
+    ridge = (max(RIDGE * width / tokens, DAMPING) * inputs.double().square().mean()).sqrt()
     rows = torch.cat([inputs.double() / tokens**0.5, ridge * torch.eye(width)])
     targets = torch.cat([outputs.double() / tokens**0.5, torch.zeros(width, outputs.shape[1])])
     return torch.linalg.lstsq(rows, targets).solution.T.float()
@@ -214,7 +214,7 @@ def test_the_target_is_the_least_squares_solution_in_float64() -> None:
     torch.testing.assert_close(target, weight + details["drift_factor"] * step, rtol=1e-4, atol=1e-4)
     error = ((held_out.reference @ weight.T - held_out.inputs @ target.T).square().sum()) ** 0.5
     before = ((held_out.reference @ weight.T - held_out.inputs @ weight.T).square().sum()) ** 0.5
-    assert error < 0.4 * before  # the ridge keeps a part of it
+    assert error < 0.3 * before  # the ridge keeps a part of it
 
 
 def test_a_linear_that_adds_to_the_residual_stream_makes_up_for_half_of_its_error() -> None:

@@ -26,14 +26,15 @@ from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scale import cast_stats
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.feedback import Feedback, factorize, regress, times
+from minifloat.quantize.rounding.feedback import DAMPING, Feedback, factorize, regress, times
 from minifloat.quantize.rounding.statistics import Rows, Statistics, output_error
 
 #: Tokens per column at which half of an estimate counts, where no held-out text says how much of it is right.
 TOKENS_PER_COLUMN = 4
-#: Share of the mean diagonal of H that is added in the regression of the drift. Directions of X with little variance
-#: hold little of the drift, and what is fitted there from one text is wrong for another.
-RIDGE = 1.0
+#: The regression of the drift adds the mean diagonal of H times this and the columns per token, which is what the noise
+#: of the estimate grows with: directions of X with little variance hold little of the drift, and what is fitted there
+#: from one text is wrong for another.
+RIDGE = 16.0
 #: Rows of a weight whose errors are computed at once.
 _PIECE_ROWS = 128
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -184,7 +185,7 @@ class Match(Method):
     """GPTQ whose target gives the original outputs on the inputs of the quantized model (output matching).
 
     The layers before a linear are quantized already, so that its inputs X differ from the inputs Xf of the original
-    model. The weight W' = W + W (Xf - X)'X (X'X + l I)^-1, l = `RIDGE`, gives on X outputs that are closer to W Xf.
+    model. The weight W' = W + W (Xf - X)'X (X'X + l I)^-1, gives on X outputs that are closer to W Xf (l: `ridge`).
     GPTQ then rounds W' instead of W. A linear that adds to the residual stream also makes up for half of the error that
     the stream has by then: that half is added to W (Xf - X).
 
@@ -210,10 +211,15 @@ def matched(weight: Tensor, inputs: SharedInput) -> tuple[Tensor, dict[str, floa
         lacking = times(weight, statistics.drift)
     if lacking is None:
         return weight, {}
-    step = regress(lacking, factorize(statistics.hessian, inputs.name, RIDGE))
+    step = regress(lacking, factorize(statistics.hessian, inputs.name, ridge(statistics)))
     error = None if held_out is None else output_error(held_out, weight, lambda x, w: times(x, w.T.contiguous()))
     factor = _factor(step, error, held_out, statistics.tokens)
     return weight + factor * step, {"drift_factor": factor}
+
+
+def ridge(statistics: Statistics) -> float:
+    """Return the share of the mean diagonal of H that is added in the regression of the drift."""
+    return max(RIDGE * len(statistics.hessian) / max(statistics.tokens, 1), DAMPING)
 
 
 def _factor(step: Tensor, error: Tensor | None, held_out: Rows | None, tokens: int) -> float:
