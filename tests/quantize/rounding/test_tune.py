@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounding import tuning
+from minifloat.quantize.rounding.damage import KLMeans
 from minifloat.quantize.rounding.methods import RoundingOptions, TuneOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.student import LatentWeight, Student, cells
-from minifloat.quantize.rounding.tuning import tune, tune_cost
+from minifloat.quantize.rounding.texts import SplitText
+from minifloat.quantize.rounding.tuning import Trainer, tune, tune_cost
 
 CPU = torch.device("cpu")
 
@@ -126,6 +128,44 @@ def test_the_divergence_falls_and_only_codes_and_norms_change(llama: Path, tmp_p
         assert len(codes) > len(codes_of(plan)) / 2
         assert 0 < tuning["changed"] < 0.2
         assert all(row["changed"] > 0 for row in result.record["weights"])
+
+
+def test_the_text_of_the_report_is_measured_once_after_the_step_is_chosen(llama: Path, tmp_path: Path) -> None:
+    measured: list[tuple[int, float]] = []
+
+    class Watched(Trainer):
+        def measure(self, sequences: Sequence[Sequence[int]]) -> KLMeans:
+            found = super().measure(sequences)
+            measured.append((len(sequences), found.mean))
+            return found
+
+    texts = SplitText(even_text(48), even_text(4, seed=1), even_text(3, seed=2))
+    options = TuneOptions(steps=30, batch=16, rate=0.003, every=10)
+    with student(llama, tmp_path / "work", method="nearest") as (start, _, _):
+        training = Watched(start, texts, options, lambda *_: None).run()
+    assert sum(mean < measured[0][1] for _, mean in measured[1:-1]) > 1
+    assert [size for size, _ in measured] == [4] * (len(measured) - 1) + [3]
+    assert training.reported.mean == measured[-1][1]
+    assert all(torch.equal(start.latents[m].quantized().codes, w.codes) for m, w in training.best.weights.items())
+
+
+def test_the_state_of_the_report_is_the_best_one_and_not_the_last(llama: Path, tmp_path: Path) -> None:
+    """The rate at the end destroys the model, after a better state was found."""
+    texts = SplitText(even_text(48), even_text(4, seed=1), even_text(4, seed=1))
+    options = TuneOptions(steps=20, batch=16, rate=0.003, every=10)
+
+    class Broken(Trainer):
+        def _step(self, step: int, batch: Sequence[Sequence[int]]) -> float:
+            if step == 20:
+                for norm in self.student.norms.values():
+                    norm.data.fill_(7.0)
+            return super()._step(step, batch)
+
+    with student(llama, tmp_path / "work", method="nearest") as (start, _, _):
+        training = Broken(start, texts, options, lambda *_: None).run()
+    assert training.best.step == 10
+    assert training.history[-1][1] > training.best.divergence.mean
+    assert training.reported.means == training.best.divergence.means
 
 
 def test_a_rate_that_destroys_the_model_leaves_the_codes_of_match(llama: Path, tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ class LatentWeight:
         packed = pack_nibbles(codes) if start.packed else codes
         return QuantizedTensor(start.spec, start.shape, packed, start.scale, start.global_scale)
 
+    def restore(self, weight: QuantizedTensor) -> None:
+        """Return to the codes of a weight."""
+        with torch.no_grad():
+            self.values.copy_(decode(_unpacked(weight), weight.spec.element))
+
     def changed_codes(self, weight: QuantizedTensor) -> int:
         """Return the number of elements whose code differs from the first one; the sign of zero counts as none."""
         element = self.start.spec.element
@@ -230,6 +235,14 @@ class Student:
     def stored_norms(self) -> dict[str, Tensor]:
         """Return a copy of the current norms by name, on the CPU, in the dtype in which the checkpoint stores them."""
         return {name: self._stored_norm(name).cpu().clone() for name in self.norms}
+
+    def restore(self, weights: Mapping[str, QuantizedTensor], norms: Mapping[str, Tensor]) -> None:
+        """Return to the codes and norms of an earlier state."""
+        for module, weight in weights.items():
+            self.latents[module].restore(weight)
+        with torch.no_grad():
+            for name, norm in norms.items():
+                self.norms[name].copy_(norm)
 
     def _stored_norm(self, name: str) -> Tensor:
         return self.norms[name].detach().to(TORCH_DTYPES[self._infos[name].dtype])

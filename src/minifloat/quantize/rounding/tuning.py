@@ -103,7 +103,6 @@ class Best:
 
     step: int
     divergence: KLMeans
-    reported: KLMeans
     weights: dict[str, QuantizedTensor] = field(default_factory=dict)
     norms: dict[str, Tensor] = field(default_factory=dict)
 
@@ -112,6 +111,7 @@ class Best:
 class Training:
     first: KLMeans
     best: Best
+    reported: KLMeans  # of the best state, on the text that only the report names
     history: list[tuple[int, float]]
     stopped: str = ""
 
@@ -138,11 +138,11 @@ class Trainer:
         self._vocabulary = int(student.model.config.get_text_config().vocab_size)
 
     def run(self) -> Training:
-        """Train, and return the best state."""
+        """Train, and return the best state, which is also that of the student then."""
         trained = sum(latent.values.numel() for latent in self.student.latents.values())
         self.report(0, f"tuning {trained:,} weights in {self.options.steps} steps, measuring the KL before")
         first = self.measure(self.choosing)
-        best, history, stopped = Best(0, first, KLMeans()), [(0, first.mean)], ""
+        best, history, stopped = Best(0, first), [(0, first.mean)], ""
         started = time.perf_counter()
         for step, batch in enumerate(self._batches(), 1):
             loss = self._step(step, batch)
@@ -154,9 +154,11 @@ class Trainer:
                 history.append((step, measured.mean))
                 if measured.mean < best.divergence.mean:
                     weights = {module: latent.quantized() for module, latent in self.student.latents.items()}
-                    best = Best(step, measured, self.measure(self.reported), weights, self.student.stored_norms())
+                    best = Best(step, measured, weights, self.student.stored_norms())
             self._report(step, started, best, first)
-        return Training(first, best, history, stopped)
+        self.student.restore(best.weights, best.norms)
+        reported = self.measure(self.reported) if best.step else KLMeans()
+        return Training(first, best, reported, history, stopped)
 
     def measure(self, sequences: Sequence[Sequence[int]]) -> KLMeans:
         """Return the divergence of the current state on some sequences."""
@@ -263,7 +265,7 @@ def _record(training: Training, options: TuneOptions, changed: float, rounded: R
     choosing, held_out = dict(rounded.choosing), dict(rounded.held_out)
     if best.step:
         choosing |= {"method": best.divergence.mean, "method_error": best.divergence.error}
-        held_out |= {"method": best.reported.mean, "method_error": best.reported.error}
+        held_out |= {"method": training.reported.mean, "method_error": training.reported.error}
     tuning = {
         **asdict(options),
         "before": first.mean,
