@@ -224,7 +224,7 @@ def test_a_sequence_whose_choice_or_text_fails_ends_alone(
         if request.request_id == "2":
             sequence = engine._sequences["2"]
             sequence.sampling.params = SamplingParams(temperature=float(place == "choice"))
-            sequence.sampling.draw = fail  # type: ignore[method-assign]
+            sequence.sampling.uniform = fail  # type: ignore[method-assign]
             if place == "text":
                 sequence.text.add = fail  # type: ignore[method-assign,assignment]
 

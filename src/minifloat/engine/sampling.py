@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -396,18 +397,19 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
 
 def _draw_together(rows: Logits, best: Sequence[int], states: Sequence[SamplingState]) -> dict[int, int]:
     """Return the tokens of those rows that are drawn from the distribution of the model itself."""
-    plain = [
-        number
-        for number, (token, state) in enumerate(zip(best, states, strict=True))
-        if state.draws_from_all and math.isfinite(rows[number, token])
-    ]
-    if not plain:
+    uniforms: dict[int, float] = {}
+    for number, (token, state) in enumerate(zip(best, states, strict=True)):
+        if state.draws_from_all and math.isfinite(rows[number, token]):
+            with suppress(Exception):  # `choose` draws this row alone, and raises it there
+                uniforms[number] = state.uniform()
+    if not uniforms:
         return {}
+    plain = list(uniforms)
     drawn = draw_rows(
         rows if len(plain) == len(rows) else rows[plain],
         [rows[number, best[number]] for number in plain],
         [states[number].params.temperature for number in plain],
-        [states[number].uniform() for number in plain],
+        list(uniforms.values()),
     )
     return dict(zip(plain, drawn, strict=True))
 
