@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError
-from minifloat.kernels import native
 from minifloat.kernels.divergence import TOP_K, Choices, divergence
-
-LIBRARY = native.load()
-ISAS = [*(LIBRARY.isas if LIBRARY else ())]
-
-
-@pytest.fixture(params=ISAS or [pytest.param("none", marks=pytest.mark.skip(reason=native.why_unavailable()))])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LIBRARY is not None
-    bound = LIBRARY.with_isa(request.param)
-    monkeypatch.setattr(native, "require", lambda: bound)
 
 
 def logits(rows: int, vocab: int, seed: int) -> Tensor:

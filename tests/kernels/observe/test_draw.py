@@ -7,18 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from minifloat.errors import ShapeError
-from minifloat.kernels import native, threads
+from minifloat.kernels import threads
 from minifloat.kernels.draw import draw_rows, invert, weights_of
-
-LIBRARY = native.load()
-ISAS = [*(LIBRARY.isas if LIBRARY else ())]
-
-
-@pytest.fixture(params=ISAS or [pytest.param("none", marks=pytest.mark.skip(reason=native.why_unavailable()))])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LIBRARY is not None
-    bound = LIBRARY.with_isa(request.param)
-    monkeypatch.setattr(native, "require", lambda: bound)
 
 
 def logits(rows: int, vocab: int, seed: int) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,10 +109,7 @@ class RoundingWalk:
 
     def _compare(self, walk: LayerWalk, hidden: TensorFile, numbers: range) -> Divergence:
         """Return how far the quantized model is from the original one on some held-out sequences."""
-
-        def logits(stream: str, number: int) -> Tensor:
-            return self.stack.logits(self.sequences[number], hidden.read(walk.places[stream][number])).float()
-
+        logits = partial(self._logits, walk, hidden)
         return measure_divergence(
             (logits(ORIGINAL, number), logits(NEAREST, number), logits(QUANTIZED, number)) for number in numbers
         )
@@ -123,12 +121,13 @@ class RoundingWalk:
         step = max(len(both) // (len(self.sequences) - self.texts.first_reported), 1)
         found = KLMeans()
         for number in both[::step]:
-            original, quantized = (
-                self.stack.logits(self.sequences[number], hidden.read(walk.places[stream][number])).float()
-                for stream in (ORIGINAL, QUANTIZED)
-            )
+            original, quantized = (self._logits(walk, hidden, stream, number) for stream in (ORIGINAL, QUANTIZED))
             found.add(token_kl(original, quantized)[None])
         return {"tokens": found.total, "method": found.mean, "method_error": found.error} if both else {}
+
+    def _logits(self, walk: LayerWalk, hidden: TensorFile, stream: str, number: int) -> Tensor:
+        """Return the float32 logits of a sequence in a stream."""
+        return self.stack.logits(self.sequences[number], hidden.read(walk.places[stream][number])).float()
 
     def _measure_damage(self, walk: LayerWalk, hidden: TensorFile, damage: DamageStreams) -> dict[str, Any]:
         """Return the KL divergences that the damage of each group makes."""
