@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from serving import MODEL, Client, running
 
 from minifloat.engine import TokenLogprob
-from minifloat.serve.server.answers import EchoedPrompt, completion_logprobs, prompt_logprobs
+from minifloat.serve.api.completions import EchoedPrompt, completion_logprobs, prompt_logprobs
 
 
 def test_a_completion_has_the_fields_of_openais_api(client: Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.serve.server.answers import Version
+from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.generation import EventStream, Generation
 
 
@@ -23,9 +23,13 @@ async def _never(*_: Any) -> Any:
     await asyncio.Event().wait()
 
 
-async def _events() -> AsyncGenerator[Version, None]:
+async def _events() -> AsyncGenerator[bytes, None]:
     while True:
-        yield Version(version="x")
+        yield b"data: x\n\n"
+
+
+def _failure(error: APIError) -> bytes:
+    return error.detail.encode()
 
 
 def test_a_stream_to_a_client_that_does_not_read_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +42,7 @@ def test_a_stream_to_a_client_that_does_not_read_ends_at_the_time_limit(monkeypa
         if len(sent) > 3:
             await _never()
 
-    answer = EventStream(_events(), Generation([stream]), 0.1)
+    answer = EventStream(_events(), Generation([stream]), 0.1, _failure)
     asyncio.run(asyncio.wait_for(answer({"type": "http"}, _never, send), 10))
     assert stream.cancelled
     assert len(sent) == 5, "the start, two events, one that was not taken, and the error"
@@ -50,6 +54,6 @@ def test_a_client_that_disconnects_before_the_first_event_cancels_its_request() 
     async def gone() -> Any:
         return {"type": "http.disconnect"}
 
-    answer = EventStream(_events(), Generation([stream]), 10)
+    answer = EventStream(_events(), Generation([stream]), 10, _failure)
     asyncio.run(asyncio.wait_for(answer({"type": "http"}, gone, _never), 10))
     assert stream.cancelled

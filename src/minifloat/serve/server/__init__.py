@@ -1,9 +1,9 @@
 """A server with OpenAI's API for one machine: FastAPI on uvicorn.
 
 `settings` holds the server's settings and `app` joins the parts. A request passes `http_connection` (limits of HTTP),
-`middleware` (id, log, host, key, body), `protocol` (validation), `routes`, `service` (tokens of prompts, submission to
-the engine), `generation` (deliveries of the engine) and `answers` (the answer). Several machines, LoRA, images and tool
-calls are left to larger servers.
+`middleware` (id, log, host, key, body), a file of `serve.api` (validation and translation), `api.respond`, `service`
+(tokens of prompts, submission to the engine), `generation` (deliveries of the engine) and the API's writer. Several
+machines, LoRA and images are left to larger servers.
 """
 
 from __future__ import annotations

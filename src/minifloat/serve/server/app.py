@@ -17,11 +17,12 @@ from starlette.responses import JSONResponse
 
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
+from minifloat.serve.api import chat, completions, tokens
 from minifloat.serve.server import routes
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.http_server import Server, address, fitting_connections
 from minifloat.serve.server.middleware import Guard, RequestLog
-from minifloat.serve.server.routes import describe
+from minifloat.serve.server.openapi import describe
 from minifloat.serve.server.service import Service
 from minifloat.serve.server.settings import ServerSettings
 
@@ -54,8 +55,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         responses={},
     )
     app.state.service = service
-    app.include_router(routes.openai_router)
-    app.include_router(routes.router)
+    for module in (completions, chat, tokens, routes):
+        app.include_router(module.router)
     _describe_when_asked(app, settings.model_name, service.info.vocab_size)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

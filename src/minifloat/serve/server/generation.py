@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from minifloat.engine import AsyncEngine, RequestStream
 
 _Result = TypeVar("_Result")
-
-DONE = b"data: [DONE]\n\n"
 
 _LOG = logging.getLogger("minifloat.server")
 #: Seconds in which a client must read the last event of a stream that failed.
@@ -134,14 +131,27 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Resul
 # Starlette's streaming response lacks three things: the time limit must hold while a client that does not read blocks a
 # write, an error during the stream must be an event, and a disconnect must cancel the generation at once.
 class EventStream(Response):
-    """A response of server-sent events."""
+    """A response of server-sent events.
+
+    Args:
+        events: As the stream carries them.
+        generation: That they come from; it is cancelled with the stream.
+        seconds: To the end of the stream.
+        failure: Returns the last events of a stream that fails.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[BaseModel, None], generation: Generation, seconds: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        generation: Generation,
+        seconds: float,
+        failure: Callable[[APIError], bytes],
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._generation, self._seconds = events, generation, seconds
+        self._events, self._generation, self._seconds, self._failure = events, generation, seconds, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -155,11 +165,10 @@ class EventStream(Response):
         try:
             async with asyncio.timeout(self._seconds), contextlib.aclosing(self._events) as events:
                 async for event in events:
-                    await send(_body(_event(event)))
-                await send(_body(DONE))
+                    await send(_body(event))
         except Exception as error:
             self._generation.cancel()
-            last = _event(_api_error(error, self._seconds).body) + DONE
+            last = self._failure(_api_error(error, self._seconds))
             try:
                 async with asyncio.timeout(_LAST_EVENT_SECONDS):
                     await send(_body(last))
@@ -181,10 +190,6 @@ def _api_error(error: Exception, seconds: float) -> APIError:
 
 def timeout_error(seconds: float) -> APIError:
     return APIError(504, f"not finished within {seconds:g} s; ask for fewer tokens", code="timeout")
-
-
-def _event(body: BaseModel) -> bytes:
-    return b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
 def _body(data: bytes) -> dict[str, object]:

@@ -8,11 +8,9 @@ short ones do not wait for them.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,19 +18,14 @@ from fastapi import Request as HTTPRequest
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from minifloat.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
+from minifloat.engine import Request, SamplingParams
 from minifloat.errors import ChatTemplateError, ContextLengthError, QueueFull, UsageError
 from minifloat.model.runtime.templates import chat_tokens
+from minifloat.serve.api.sampling import Sampling
+from minifloat.serve.dialog.conversation import Conversation
 from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
 from minifloat.serve.server.metrics import Metrics
-from minifloat.serve.server.protocol import (
-    MAX_PROMPT_LOGPROBS,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    SamplingRequest,
-)
 from minifloat.serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -41,6 +34,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+#: Log-probabilities of prompts in all answers to a request: one per token and alternative.
+MAX_PROMPT_LOGPROBS = 1 << 19
 #: Characters, or tokens, of a text that is processed in less than about 10 ms.
 _SHORT = 10_000
 
@@ -93,29 +88,32 @@ class Prompts:
         # verbose would log a warning about long texts, which are refused elsewhere
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
-    async def encode_chat(self, messages: Sequence[Message], options: dict[str, bool | str]) -> tuple[int, ...]:
-        size = sum(len(text) for message in messages for text in message.for_template().values())
+    async def encode_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        """Return the prompt of a conversation."""
+        size = sum(len(text) for message in conversation.messages for text in message.values())
         if size > self._max_characters:
             raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")
-        tokens = await self._run(self._thread_for(size), self._encode_chat, messages, options)
+        tokens = await self._run(self._thread_for(size), self._encode_chat, conversation)
         if not tokens:
             raise UsageError("messages: the chat template turns them into an empty prompt")
         return tuple(tokens)
 
-    def _encode_chat(self, messages: Sequence[Message], options: dict[str, bool | str]) -> list[int]:
+    def _encode_chat(self, conversation: Conversation) -> list[int]:
         if not self.has_template:
             raise UsageError(
                 "messages: this model has no chat template; use /v1/completions, or start the server with "
                 "--chat-template FILE"
             )
+        effort = conversation.thinking.effort
         try:
             return chat_tokens(
                 self._tokenizer,
-                [message.for_template() for message in messages],
+                conversation.messages,
                 chat_template=self._template,
                 add_generation_prompt=True,
                 max_characters=self._max_characters,
-                **options,
+                **conversation.variables,
+                **({} if effort is None else {"reasoning_effort": effort}),
             )
         except ChatTemplateError as error:
             raise UsageError(f"messages: {error}") from error
@@ -131,7 +129,6 @@ class Prompts:
         return await self._run(self._thread_for(len(tokens)), lambda: [str(name(token)) for token in tokens])
 
 
-_SEEDS = 2**64
 #: Commas in a body. Parsing JSON is one call, during which no other Python code runs: 50 ns for each small number.
 _MAX_COMMAS = 1 << 19
 
@@ -177,34 +174,28 @@ class Service:
             )
 
     async def submit(
-        self,
-        prompts: list[tuple[int, ...]],
-        request: SamplingRequest,
-        logprobs: int | None,
-        caller: HTTPRequest,
-        *,
-        prompt_logprobs: int | None = None,
-    ) -> tuple[str, Generation]:
+        self, name: str, prompts: Sequence[tuple[int, ...]], sampling: Sampling, caller: HTTPRequest
+    ) -> Generation:
+        """Submit the answers to prompts, of which the engine admits all or none."""
         max_answers = self.engine.max_queue + self.info.max_num_seqs
-        if len(prompts) * request.n > max_answers:
+        if len(prompts) * sampling.n > max_answers:
             raise invalid(
-                f"prompt: {len(prompts)} with {request.n} answers each; at most {max_answers} answers in all", "n"
+                f"prompt: {len(prompts)} with {sampling.n} answers each; at most {max_answers} answers in all", "n"
             )
         count = 0
-        if prompt_logprobs is not None:
-            count = sum(map(len, prompts)) * request.n * (1 + prompt_logprobs)
+        if sampling.prompt_logprobs is not None:
+            count = sum(map(len, prompts)) * sampling.n * (1 + sampling.prompt_logprobs)
             if count > MAX_PROMPT_LOGPROBS:
                 raise invalid(
                     f"logprobs: {count} numbers for the tokens of the prompts; at most {MAX_PROMPT_LOGPROBS}: "
                     "send fewer prompts at a time, or ask for fewer alternatives",
                     "logprobs",
                 )
-        params = await self.prompts.run_in_thread(self._params, prompts, request, logprobs, prompt_logprobs)
-        name = secrets.token_hex(12)
-        salt = f"{caller.scope['state'].get('api_key', '')}/{request.cache_salt or ''}"
+        params = await self.prompts.run_in_thread(self._params, prompts, sampling)
+        salt = f"{caller.scope['state'].get('api_key', '')}/{sampling.cache_salt}"
         requests = [
             Request(f"{name}-{index}", prompt, params[choice], salt)
-            for index, (prompt, choice) in enumerate((prompt, n) for prompt in prompts for n in range(request.n))
+            for index, (prompt, choice) in enumerate((prompt, n) for prompt in prompts for n in range(sampling.n))
         ]
         self._hold(count)
         try:
@@ -213,7 +204,7 @@ class Service:
             self._hold(-count)
             raise
         generation.held = partial(self._hold, -count)
-        return name, generation
+        return generation
 
     def _hold(self, count: int) -> None:
         """Count log-probabilities of prompts, which take about 200 bytes each until their answer is written."""
@@ -224,54 +215,25 @@ class Service:
             )
         self._held_logprobs += count
 
-    def _params(
-        self,
-        prompts: list[tuple[int, ...]],
-        request: SamplingRequest,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-    ) -> list[SamplingParams]:
-        """Return the sampling parameters of each answer to a prompt, which differ in the seed."""
-        stop = request.stop or []
-        fields: dict[str, Any] = dict(self.engine.engine.generation_defaults)
-        fields |= {name: value for name in MODEL_DEFAULTS if (value := getattr(request, name)) is not None}
-        fields["top_k"] = max(fields.get("top_k", 0), 0)
-        params = SamplingParams(
-            **fields,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            max_tokens=request.max_tokens,
-            min_tokens=request.min_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
-            include_stop=request.include_stop_str_in_output,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
-            grammar=_grammar(request),
-        )
+    def _params(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> list[SamplingParams]:
+        """Return the parameters of each answer to a prompt, which every prompt leaves room for."""
+        params = sampling.params(self.engine.engine.generation_defaults)
         for prompt in prompts:
-            self.engine.engine.check(prompt, params)
-            _require_room(prompt, request, self.info.max_model_len)
-        if request.seed is None:
-            return [params] * request.n
-        return [replace(params, seed=(request.seed + index) % _SEEDS) for index in range(request.n)]
+            self.engine.engine.check(prompt, params[0])
+            _require_room(prompt, sampling, self.info.max_model_len)
+        return params
 
 
-def _require_room(prompt: tuple[int, ...], request: SamplingRequest, context: int) -> None:
+def _require_room(prompt: tuple[int, ...], sampling: Sampling, context: int) -> None:
     """Refuse an answer that was asked for longer than the context, which would end without a word."""
-    asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
-    room = context - len(prompt)
-    if asked is not None and asked > room:
+    asked, room = sampling.max_tokens, context - len(prompt)
+    if sampling.must_fit and asked is not None and asked > room:
         raise ContextLengthError(
             f"max_tokens: {len(prompt)} tokens of the prompt and {asked} of the answer do not fit the context of "
             f"{context}; ask for at most {room}, or leave max_tokens out"
         )
 
 
-def _grammar(request: SamplingRequest) -> Grammar | None:
-    response_format = request.response_format
-    if isinstance(response_format, JsonSchemaFormat):
-        return Grammar.json_schema(response_format.json_schema.schema_)
-    return Grammar.json_object() if isinstance(response_format, JsonObjectFormat) else None
+def service_of(request: HTTPRequest) -> Service:
+    service: Service = request.app.state.service
+    return service

@@ -1,0 +1,229 @@
+"""What completions and chats of OpenAI's API have in common: fields of requests, and answers that are lists of choices.
+
+Fields that vLLM adds have vLLM's names.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, WrapValidator, model_validator
+
+from minifloat._version import __version__
+from minifloat.engine import TokenUsage
+from minifloat.engine.sampling import MAX_STOPS
+from minifloat.serve.api.answers import CollectedAnswer, Piece, Writer
+from minifloat.serve.api.fields import (
+    Choices,
+    Count,
+    LogitBias,
+    Natural,
+    ResponseFormat,
+    Seed,
+    Stop,
+    Strict,
+    Token,
+    TopK,
+    whole,
+)
+from minifloat.serve.api.sampling import Sampling
+from minifloat.serve.server.errors import FieldError
+
+#: Fields of OpenAI's API that are not supported -> message.
+_UNSUPPORTED = {
+    "tools": "tool calls are not supported by this server",
+    "tool_choice": "tool calls are not supported by this server",
+    "parallel_tool_calls": "tool calls are not supported by this server",
+    "functions": "tool calls are not supported by this server",
+    "function_call": "tool calls are not supported by this server",
+    "best_of": "best_of is not supported; ask for n answers and choose among them",
+    "suffix": "insertion is not supported by this server",
+    "audio": "only text is supported by this server",
+    "modalities": "only text is supported by this server",
+    "chat_template": "a template in a request is refused; start the server with --chat-template",
+}
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool = Field(default=False, description="End with a chunk that has the usage and no choices.")
+
+
+class SamplingRequest(Strict):
+    """Fields that both kinds of completions share."""
+
+    model: str = Field(max_length=512, description="The served model's name, as /v1/models gives it.")
+    n: Choices = Field(default=1, description="Answers per prompt.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100, description="0: the most probable token.")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    seed: Seed | None = None
+    max_tokens: Count | None = None
+    min_tokens: Natural = 0
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[Token], WrapValidator(whole)] = Field(default=[], max_length=MAX_STOPS)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logit_bias: LogitBias | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: str | None = Field(
+        default=None, min_length=1, max_length=256, description="Requests share cached prefixes only with their salt."
+    )
+    user: str | None = Field(default=None, max_length=512, description="Has no effect.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in _UNSUPPORTED.keys() & data.keys():
+            raise_unsupported(name)
+        return data
+
+    @model_validator(mode="after")
+    def _streams(self) -> SamplingRequest:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "it is for streams only; set stream: true")
+        return self
+
+    def _sampling(self, **others: Any) -> Sampling:
+        """Return the internal form of the fields here, and of those that differ."""
+        stop = self.stop or []
+        return Sampling(
+            **{name: getattr(self, name) for name in _SAME},
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop=self.include_stop_str_in_output,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            cache_salt=self.cache_salt or "",
+            **others,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+#: Fields of requests that the internal form has under the same names.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def raise_unsupported(name: str) -> None:
+    raise FieldError(name, _UNSUPPORTED[name])
+
+
+class PromptTokensDetails(BaseModel):
+    """Number of tokens of the prompt that came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Numbers of tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, usage: TokenUsage) -> Usage:
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        )
+
+
+class AnswerBody(BaseModel):
+    """The fields that all answers begin with, in this order."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+FINGERPRINT = f"minifloat-{__version__}"
+#: Log-probability of an impossible token, since JSON has no infinity.
+_IMPOSSIBLE = -9999.0
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _IMPOSSIBLE)
+
+
+class ChoiceWriter(Writer):
+    """Writes one kind of answer; `answer_type` and `chunk_type` are its bodies with their `object`."""
+
+    prefix: str
+    answer_type: tuple[type[BaseModel], str]
+    chunk_type: tuple[type[BaseModel], str]
+
+    def __init__(self, model: str, *, logprobs: bool, with_usage: bool) -> None:
+        super().__init__()
+        self._logprobs, self._with_usage = logprobs, with_usage
+        self._fields = {
+            "id": f"{self.prefix}-{self.name}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    @abstractmethod
+    def _news(self, index: int, piece: Piece, ending: dict[str, Any]) -> Iterable[BaseModel]:
+        """Return the choices of the chunks of a piece."""
+
+    @abstractmethod
+    def _whole(self, index: int, answer: CollectedAnswer, ending: dict[str, Any]) -> BaseModel:
+        """Return the choice of a whole answer."""
+
+    def piece(self, index: int, piece: Piece) -> list[BaseModel]:
+        delivery = piece.delivery
+        if not (piece.events or delivery.logprobs or delivery.prompt_logprobs or piece.finish_reason):
+            return []
+        ending = {"finish_reason": piece.finish_reason, "stop_reason": delivery.stop_reason}
+        return [self._chunk(choice) for choice in self._news(index, piece, ending)]
+
+    def closing(self, usage: TokenUsage) -> list[BaseModel]:
+        """Return the chunk with the usage, which has no text, if the request wants it."""
+        body, kind = self.chunk_type
+        last = body(object=kind, choices=[], **self._fields, usage=Usage.of(usage))
+        return [last] if self._with_usage else []
+
+    def answer(self, answers: Sequence[CollectedAnswer], usage: TokenUsage) -> BaseModel:
+        body, kind = self.answer_type
+        bodies = [
+            self._whole(index, answer, {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason})
+            for index, answer in enumerate(answers)
+        ]
+        return body(object=kind, choices=bodies, usage=Usage.of(usage), **self._fields)
+
+    def _chunk(self, choice: BaseModel) -> BaseModel:
+        body, kind = self.chunk_type
+        return body(object=kind, choices=[choice], **self._fields, **({"usage": None} if self._with_usage else {}))
