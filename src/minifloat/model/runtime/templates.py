@@ -1,10 +1,11 @@
 """Chat templates without transformers: rendered in Jinja's sandbox, with control tokens of messages kept apart.
 
 A template sees strings, numbers and containers only and is stopped once its text is too long; nothing bounds its time
-and memory. Control tokens in messages become plain text, so that a message cannot pretend to be another role.
+and memory. Control tokens in messages, tools and documents become plain text, so that none can pretend to be another
+role.
 
-Source: transformers, ``utils/chat_template_utils.py``. Left out: tools, documents, masks of the assistant's tokens, and
-continuing the last message.
+Source: transformers, ``utils/chat_template_utils.py``. Left out: masks of the assistant's tokens, and messages whose
+content is a list.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -36,6 +37,11 @@ _MAX_ERROR = 500
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Characters for private use, around the control tokens in the text of messages.
 _START, _END = "\U000f0000", "\U000f0001"
+_ESCAPED_MARKS = {json.dumps(mark)[1:-1]: mark for mark in (_START, _END)}
+#: Behind the text of a message that an answer continues, as transformers writes it; the template may drop the blank.
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+#: Characters of the end of a prompt, where no end of the last message is found.
+_PROMPT_END = 200
 
 
 class _Generation(jinja2.ext.Extension):
@@ -82,8 +88,11 @@ def _check_name(name: Any) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Return JSON without the HTML escapes of Jinja's own filter; marks around control tokens stay marks."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    for escaped, mark in _ESCAPED_MARKS.items() if ensure_ascii else ():
+        text = text.replace(escaped, mark)
+    return text
 
 
 def _refuse(message: str) -> None:
@@ -114,14 +123,12 @@ def _compiled(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
-def _render(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], max_characters: int
-) -> str:
+def _render(template: str, values: Mapping[str, Any], max_characters: int) -> str:
     """Return the text that a chat template makes of plain values, of which others become their names."""
-    values = json.loads(json.dumps({"messages": [dict(one) for one in messages], **variables}, default=str))
+    plain = json.loads(json.dumps(values, default=str))
     pieces, length = [], 0
     try:
-        for piece in _compiled(template).generate(tools=None, documents=None, **values):
+        for piece in _compiled(template).generate(**plain):
             pieces.append(piece)
             length += len(piece) - piece.count(_START) - piece.count(_END)
             if length > max_characters:
@@ -150,10 +157,17 @@ class ControlTokens:
     def of(cls, template: str, added: tuple[tuple[str, bool], ...]) -> ControlTokens:
         return cls(template, dict(added))
 
-    def mark(self, text: str) -> str:
-        """Return a text with marks around its control tokens; marks that it has already are dropped."""
-        text = text.replace(_START, "").replace(_END, "")
-        return self._control.sub(f"{_START}\\g<0>{_END}", text)
+    def mark(self, value: Any) -> Any:
+        """Return a value with marks around the control tokens in all its texts; marks that it has are dropped."""
+        match value:
+            case str():
+                return self._control.sub(f"{_START}\\g<0>{_END}", without_marks(value))
+            case Mapping():
+                # a name that an identifier could be is what templates look up
+                return {k if str(k).isidentifier() else self.mark(k): self.mark(v) for k, v in value.items()}
+            case list() | tuple():
+                return [self.mark(item) for item in value]
+        return value
 
     def encode(
         self,
@@ -182,6 +196,10 @@ def _encode_inside(piece: str, encode: Callable[[str], list[int]], newline: list
     return ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
 
 
+def without_marks(text: str) -> str:
+    return text.replace(_START, "").replace(_END, "")
+
+
 def _any_of(texts: Sequence[str] | Mapping[str, bool]) -> re.Pattern[str]:
     """Return the pattern of any of the texts, longer ones first; of nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
@@ -191,9 +209,20 @@ def _any_of(texts: Sequence[str] | Mapping[str, bool]) -> re.Pattern[str]:
 def _literals(template: str) -> str:
     """Return the text that a template contains, its string constants included, joined by NUL."""
     tree = _environment().parse(template)
-    found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
-    found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
-    return "\0".join(found)
+    return "\0".join({node.data for node in tree.find_all(jinja2.nodes.TemplateData)} | constants(template))
+
+
+@functools.lru_cache(maxsize=16)
+def constants(template: str) -> frozenset[str]:
+    """Return the string constants of a template, such as the names of keys that it reads."""
+    found = _environment().parse(template).find_all(jinja2.nodes.Const)
+    return frozenset(node.value for node in found if isinstance(node.value, str))
+
+
+@functools.lru_cache(maxsize=16)
+def names(template: str) -> frozenset[str]:
+    """Return the names of the variables of a template."""
+    return frozenset(node.name for node in _environment().parse(template).find_all(jinja2.nodes.Name))
 
 
 def apply_chat_template(
@@ -202,27 +231,82 @@ def apply_chat_template(
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
     max_characters: int = MAX_CHARACTERS,
     **variables: Any,
 ) -> str:
-    """Return the text of a conversation, as transformers' method of this name does."""
-    template = _template(tokenizer, chat_template)
-    values = {**tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
-    return _render(template, [_prepared(message) for message in messages], values, max_characters)
+    """Return the text of a conversation, as transformers' method of this name does.
+
+    Args:
+        tokenizer: Whose special tokens the template gets, and whose template is taken if none is stated.
+        messages: The conversation.
+        chat_template: Jinja template instead of the tokenizer's.
+        add_generation_prompt: Whether the text ends where an assistant's message begins.
+        continue_final_message: Whether it ends with the content of the last message.
+        max_characters: Of the text.
+        variables: Of the template: `tools`, `documents` and others.
+
+    Raises:
+        ChatTemplateError: If the template is not valid, or refuses the conversation.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
+    template = template_of(tokenizer, chat_template, variables.get("tools"))
+    prepared = [_prepared(message) for message in messages]
+    content: Any = ""
+    if continue_final_message:
+        content = prepared[-1].get("content") if prepared else None
+        if not isinstance(content, str):
+            raise ChatTemplateError("continue_final_message: the last message has no text to continue")
+        prepared[-1]["content"] = content + _CONTINUED
+    values: dict[str, Any] = {
+        "tools": None,
+        "documents": None,
+        **tokenizer.special_tokens_map,
+        **variables,
+        "messages": prepared,
+    }
+    text = _render(template, values | {"add_generation_prompt": add_generation_prompt}, max_characters)
+    if not continue_final_message:
+        return text
+    end = text.rfind(_CONTINUED.strip())
+    if end < 0 or content.strip() not in text:
+        raise ChatTemplateError("continue_final_message: the chat template does not write the last message as it is")
+    return text[:end] if text.startswith(_CONTINUED, end) else text[:end].rstrip()
 
 
-def chat_tokens(
+class ChatPrompt(NamedTuple):
+    """The prompt of a conversation.
+
+    Attributes:
+        tokens: Of its text.
+        end: Of its text, from the end of the last message's content, or from its beginning if it is continued.
+    """
+
+    tokens: list[int]
+    end: str
+
+
+def chat_prompt(
     tokenizer: TextTokenizer,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     chat_template: str | None = None,
-    add_generation_prompt: bool = False,
-    max_characters: int = MAX_CHARACTERS,
-    **variables: Any,
-) -> list[int]:
-    """Return the tokens of a conversation; control tokens in messages and variables become tokens of plain text."""
+    **arguments: Any,
+) -> ChatPrompt:
+    """Return the prompt of a conversation; control tokens in messages and variables become tokens of plain text.
+
+    Args:
+        tokenizer: As for `apply_chat_template`.
+        messages: As for `apply_chat_template`.
+        chat_template: As for `apply_chat_template`.
+        arguments: The others of `apply_chat_template`.
+
+    Raises:
+        ChatTemplateError: As `apply_chat_template`, or if the text cannot be tokenized.
+    """
     to_id: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
-    template = _template(tokenizer, chat_template)
+    template = template_of(tokenizer, chat_template, arguments.get("tools"))
     added = sorted(tokenizer.added_tokens_decoder.items())
     extra = getattr(tokenizer, "chat_control_tokens", None) or ()
     try:
@@ -231,18 +315,10 @@ def chat_tokens(
         )
     except Exception as error:  # the template cannot be parsed
         raise ChatTemplateError(f"the chat template is not valid: {error}") from error
-    marked = [{name: control.mark(text) for name, text in message.items()} for message in messages]
-    values = {name: control.mark(value) if isinstance(value, str) else value for name, value in variables.items()}
-    text = apply_chat_template(
-        tokenizer,
-        marked,
-        chat_template=chat_template,
-        add_generation_prompt=add_generation_prompt,
-        max_characters=max_characters,
-        **values,
-    )
+    marked = [control.mark(message) for message in messages]
+    text = apply_chat_template(tokenizer, marked, chat_template=template, **control.mark(arguments))
     try:
-        return control.encode(
+        tokens = control.encode(
             text,
             lambda piece: list(tokenizer(piece, add_special_tokens=False, verbose=False).input_ids),
             lambda piece: _encode_as_text(tokenizer, piece),
@@ -250,13 +326,28 @@ def chat_tokens(
         )
     except Exception as error:  # tokenizers raise bare exceptions
         raise ChatTemplateError(f"the text of the chat template cannot be tokenized: {error}") from error
+    content = marked[-1].get("content") if marked else None
+    content = content.strip() if isinstance(content, str) else ""
+    if arguments.get("continue_final_message"):
+        return ChatPrompt(tokens, without_marks(text[-len(content) - _PROMPT_END :]))
+    _, found, end = text.rpartition(content) if content else ("", "", "")
+    return ChatPrompt(tokens, without_marks(end if found else text[-_PROMPT_END:]))
 
 
-def _template(tokenizer: TextTokenizer, stated: str | None) -> str:
-    """Return the Jinja source, of several the default one."""
+def chat_tokens(tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
+    """Return the tokens of `chat_prompt`."""
+    return chat_prompt(tokenizer, messages, **arguments).tokens
+
+
+def template_of(tokenizer: TextTokenizer, stated: str | None = None, tools: Any = None) -> str:
+    """Return the Jinja source, of several the one for tools, or the default one.
+
+    Raises:
+        ChatTemplateError: If there is none.
+    """
     template = stated or tokenizer.chat_template
     if isinstance(template, dict):
-        template = template.get("default")
+        template = template.get("tool_use" if tools is not None and "tool_use" in template else "default")
     if not isinstance(template, str):
         raise ChatTemplateError("the tokenizer has no chat template")
     return template
