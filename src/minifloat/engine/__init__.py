@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from minifloat.engine.reports import StepStats as StepStats
     from minifloat.engine.sampling import MODEL_DEFAULTS as MODEL_DEFAULTS
     from minifloat.engine.sampling import SamplingParams as SamplingParams
+    from minifloat.engine.sampling import Thinking as Thinking
     from minifloat.engine.sampling import TokenLogprob as TokenLogprob
     from minifloat.engine.sequence import Delivery as Delivery
     from minifloat.engine.sequence import GeneratedText as GeneratedText
@@ -33,7 +34,7 @@ _MODULES = {
     "grammar": ("Grammar",),
     "options": ("EngineOptions",),
     "reports": ("EngineListener", "ModelInfo", "StepStats"),
-    "sampling": ("MODEL_DEFAULTS", "SamplingParams", "TokenLogprob"),
+    "sampling": ("MODEL_DEFAULTS", "SamplingParams", "Thinking", "TokenLogprob"),
     "sequence": ("Delivery", "GeneratedText", "Request", "Timings", "TokenUsage"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -185,6 +185,8 @@ class Engine:
             ("prompt", prompt),
             ("logit_bias", tuple(params.logit_bias)),
             ("stop_token_ids", params.stop_token_ids),
+            ("visible", tuple(params.visible)),
+            ("thinking", params.thinking.closing if params.thinking is not None else ()),
         ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < self.info.vocab_size):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
@@ -231,13 +233,22 @@ class Engine:
         stops = {*self._end_tokens, *params.stop_token_ids}
         room = self.info.max_model_len - len(request.prompt)
         max_length = len(request.prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
-        return Sequence(
+        sequence = Sequence(
             request,
-            TextStream(self._decoder, request.prompt, params.stop, params.include_stop),
+            TextStream(
+                self._decoder,
+                request.prompt,
+                params.stop,
+                params.include_stop,
+                visible=params.visible,
+                thinking=params.thinking,
+            ),
             SamplingState(params, request.prompt, sorted(stops), grammar, races=self.speculator is not None),
             self._pool.root(request.cache_salt),
             max_length,
         )
+        _close_thinking(sequence)
+        return sequence
 
     def add(self, request: Request | Sequence) -> None:
         """Put a request at the end of the queue.
@@ -448,6 +459,7 @@ class Engine:
         if ends or stops or stop is not None:
             return self._finish(sequence, delivery, "stop")
         sequence.sampling.add(token)
+        _close_thinking(sequence)
         if sequence.sampling.grammar is not None:
             self._unsettled.append(sequence)
         elif len(sequence.tokens) >= sequence.max_length:
@@ -596,7 +608,7 @@ class Engine:
 
     def _text(self, tokens: tuple[int, ...], slot: int) -> Sequence:
         request = Request(f"logits-{next(_UNIQUE)}", tokens)
-        sequence = Sequence(request, TextStream(self._decoder, (), (), False), SamplingState(request.params, ()), b"")
+        sequence = Sequence(request, TextStream(self._decoder, ()), SamplingState(request.params, ()), b"")
         sequence.slot, sequence.blocks = slot, self._pool.allocate(blocks_for(len(tokens)))
         return sequence
 
@@ -626,3 +638,10 @@ class Engine:
         finally:
             for name in names:
                 self.cancel(name)
+
+
+def _close_thinking(sequence: Sequence) -> None:
+    """Let the thinking of a text end with its next tokens, if its budget is used up."""
+    thinking = sequence.request.params.thinking
+    if thinking is not None and sequence.text.must_close:
+        sequence.sampling.force(thinking.closing)

@@ -48,6 +48,34 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """How a text begins that thinks before it answers.
+
+    Attributes:
+        open: What the thinking begins with. A text that begins with anything else does not think.
+        close: Texts of which the first one ends it.
+        begun: Whether the prompt has begun it.
+        budget: Tokens of the thinking after which `closing` follows; None: any number.
+        closing: Tokens that end it.
+
+    Raises:
+        UsageError: If a budget is negative, or has no tokens that end the thinking.
+    """
+
+    open: str
+    close: tuple[str, ...]
+    begun: bool = False
+    budget: int | None = None
+    closing: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all((self.open, *self.close)) or not self.close:
+            raise UsageError("thinking: expected texts that begin and end it")
+        if self.budget is not None and (self.budget < 0 or not self.closing):
+            raise UsageError(f"thinking: expected a budget of at least 0 and tokens that end it, got {self.budget}")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of a request are chosen, when its text ends, and what is reported.
 
@@ -73,6 +101,8 @@ class SamplingParams:
             tokens before it may come from the KV cache.
         logit_bias: Added to the logits of tokens, by token id.
         grammar: Rules that the text must follow; None: none.
+        visible: Special tokens that are part of the text; others are left out.
+        thinking: How the text begins if it thinks, which stop strings do not end; None: it does not.
 
     Raises:
         UsageError: If a value is out of range; the message begins with the attribute's name.
@@ -97,6 +127,8 @@ class SamplingParams:
     prompt_logprobs_start: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     grammar: Grammar | None = None
+    visible: frozenset[int] = frozenset()
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         for name, low, high, open_low in (
@@ -152,6 +184,7 @@ class SamplingParams:
             or self.logit_bias
             or self.min_tokens
             or self.grammar is not None
+            or (self.thinking is not None and self.thinking.budget is not None)
         )
 
 
@@ -266,12 +299,25 @@ class SamplingState:
         self._counts_tokens = bool(params.presence_penalty or params.frequency_penalty)
         self._uniform, self._first_uniform = _NONE, 0
         self._times: dict[int, Weights] = {}
+        #: The next tokens, whatever the logits say, from the last to the first.
+        self._forced: list[int] = []
         self.length = 0
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Let these tokens be the next; only for parameters that change logits, so that there are no drafts."""
+        self._forced = list(reversed(tokens))
+
+    @property
+    def forced(self) -> int | None:
+        """The next token, if it is known already."""
+        return self._forced[-1] if self._forced else None
 
     def add(self, token: int) -> None:
         self.length += 1
         if not self.params.changes_logits:
             return
+        if self._forced:
+            self._forced.pop()
         if self._counts_tokens:
             self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.repetition_penalty != 1.0:
@@ -418,7 +464,9 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0, *, d
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best
-    if params.changes_logits or not params.is_greedy:
+    if state.forced is not None:
+        token = state.forced
+    elif params.changes_logits or not params.is_greedy:
         try:
             changed = state.change(logits) if params.changes_logits else logits
         except GrammarPending:

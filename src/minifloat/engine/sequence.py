@@ -23,11 +23,19 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """Tokens of a request: of its prompt, of its output, and those of the prompt that were found in the cache."""
+    """Tokens of a request.
+
+    Attributes:
+        prompt_tokens: Of its prompt.
+        completion_tokens: Of its output.
+        cached_tokens: Of its prompt that were found in the cache.
+        thinking_tokens: Of its output that are thinking, with the texts around it.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    thinking_tokens: int = 0
 
 
 @dataclass
@@ -193,4 +201,5 @@ class Sequence:
 
     @property
     def usage(self) -> TokenUsage:
-        return TokenUsage(self.prompt_length, self.output_length, min(self.cached or 0, self.prompt_length))
+        cached = min(self.cached or 0, self.prompt_length)
+        return TokenUsage(self.prompt_length, self.output_length, cached, self.text.thinking_tokens)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from minifloat.engine.sampling import TokenChoice, TokenLogprob
+from minifloat.engine.sampling import Thinking, TokenChoice, TokenLogprob
 from minifloat.model.runtime.tokenizer import token_bytes
 from minifloat.model.runtime.tokenizer_files import FileTokenizer
 
@@ -37,6 +37,10 @@ class TokenDecoder:
             text = self._single[token] = None if is_empty else self.text([token])
             return text
 
+    def name(self, token: int) -> str:
+        """Return the text of a special token, which is left out of the text of several."""
+        return str(self._tokenizer.convert_ids_to_tokens(token) or "")
+
 
 def _decoder_of(tokenizer: TextTokenizer) -> Callable[[list[int]], str]:
     """Return the function that decodes tokens without special tokens and without cleaning spaces up."""
@@ -59,7 +63,10 @@ def _decoder_of(tokenizer: TextTokenizer) -> Callable[[list[int]], str]:
 # The text of a token is the text with it minus the text without it, both decoded from a few tokens back, because the
 # first token of a text may be decoded differently (a leading space). Text that ends inside a character is held back.
 class Detokenizer:
-    def __init__(self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int], visible: Collection[int] = ()
+    ) -> None:
+        self._visible = visible
         self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)
         self._decode = self._decoder.text
         # Only the tokens that `_pending` may decode again are kept: a text may be long.
@@ -69,7 +76,7 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Add a token, and return the text that is now certain; it may be empty."""
         if self._decoder.single(token) is None:
-            return ""
+            return self._named(token) if token in self._visible else ""
         self._ids.append(token)
         piece = self._pending()
         kept = self._incomplete(piece) if piece.endswith(_INCOMPLETE) else 0
@@ -84,6 +91,14 @@ class Detokenizer:
 
     def rest(self) -> str:
         return self._pending()
+
+    def _named(self, token: int) -> str:
+        """Return the text that was held back, which a special token ends, and the name of that token."""
+        held = self._pending()
+        if held:
+            self._ids = []
+        self._num_emitted = len(self._ids)
+        return held + self._decoder.name(token)
 
     def _incomplete(self, piece: str) -> int:
         """Return how many of the last tokens may begin a character, which is U+FFFD at the end of `piece`."""
@@ -135,26 +150,104 @@ def _overlap(text: str, stop: str) -> int:
     )
 
 
+class ThinkingText:
+    """Finds the end of the thinking in a text that comes in pieces; it is over if the text does not begin with it.
+
+    Attributes:
+        over: Whether the thinking has ended, or there is none.
+        begun: Whether it has begun.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._thinking, self._held = thinking, ""
+        self.begun, self.over = thinking.begun, False
+
+    def add(self, piece: str) -> tuple[str, str]:
+        """Return the text of the thinking that is now certain, and what follows it."""
+        if self.over:
+            return "", piece
+        text, self._held = self._held + piece, ""
+        thought = ""
+        if not self.begun:
+            blanks = len(text) - len(text.lstrip())
+            if not text.startswith(self._thinking.open, blanks):
+                if self._thinking.open.startswith(text[blanks:]):
+                    self._held = text
+                else:
+                    self.over = True
+                return ("", "") if self._held else ("", text)
+            self.begun, end = True, blanks + len(self._thinking.open)
+            thought, text = text[:end], text[end:]
+        found = [(at, at + len(close)) for close in self._thinking.close if (at := text.find(close)) >= 0]
+        if found:
+            self.over, end = True, min(found)[1]
+            return thought + text[:end], text[end:]
+        kept = max(_overlap(text, close) for close in self._thinking.close)
+        self._held = text[len(text) - kept :]
+        return thought + text[: len(text) - kept], ""
+
+    def rest(self) -> tuple[str, str]:
+        held, self._held = self._held, ""
+        return (held, "") if self.begun else ("", held)
+
+
 class TextStream:
+    """The text of one request.
+
+    Attributes:
+        thinking_tokens: Tokens of the thinking so far, with the texts around it.
+    """
+
     def __init__(
         self,
         tokenizer: TextTokenizer | TokenDecoder,
         prompt: Sequence[int],
-        stops: Sequence[str],
-        include_stop: bool,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        *,
+        visible: Collection[int] = (),
+        thinking: Thinking | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._detokenizer = Detokenizer(tokenizer, prompt, visible)
         self._stops = StopStrings(stops)
         self._include_stop = include_stop
+        self._thinking = None if thinking is None else ThinkingText(thinking)
+        self._budget = None if thinking is None else thinking.budget
+        self.thinking_tokens = self._spent = 0
+
+    @property
+    def must_close(self) -> bool:
+        """Whether the thinking has used up its budget; true once."""
+        thinking = self._thinking
+        if thinking is None or thinking.over or not thinking.begun or self._budget is None:
+            return False
+        if self._spent < self._budget:
+            return False
+        self._budget = None
+        return True
 
     def add(self, token: int) -> tuple[str, str | None]:
         """Add a token; return the text that is now certain, and the stop string that the token completed, or None."""
-        return self._stop_at(self._detokenizer.add(token))
+        piece, thinking = self._detokenizer.add(token), self._thinking
+        if thinking is None or thinking.over:
+            return self._stop_at(piece)
+        self._spent += thinking.begun
+        self.thinking_tokens += 1
+        thought, piece = thinking.add(piece)
+        if not thinking.begun and thinking.over:
+            self.thinking_tokens = 0
+        text, stop = self._stop_at(piece)
+        return thought + text, stop
 
     def finish(self) -> tuple[str, str | None]:
         """Return the text that was held back, and a stop string in it, or None; no more tokens may be added."""
-        text, stop = self._stop_at(self._detokenizer.rest())
-        return (text, stop) if stop is not None else (text + self._stops.rest(), None)
+        piece, thought = self._detokenizer.rest(), ""
+        if self._thinking is not None:
+            thought, piece = self._thinking.add(piece)
+            held, rest = self._thinking.rest()
+            thought, piece = thought + held, rest + piece
+        text, stop = self._stop_at(piece)
+        return (thought + text, stop) if stop is not None else (thought + text + self._stops.rest(), None)
 
     def _stop_at(self, piece: str) -> tuple[str, str | None]:
         text, stop = self._stops.add(piece)
