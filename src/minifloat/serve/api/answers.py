@@ -147,13 +147,14 @@ class Writer(ABC):
 
     Attributes:
         name: Random, for ids.
+        prompt_tokens: In the prompts, known from the opening on.
         end: The last bytes of every stream.
     """
 
     end = b"data: [DONE]\n\n"
 
     def __init__(self) -> None:
-        self.name = secrets.token_hex(12)
+        self.name, self.prompt_tokens = secrets.token_hex(12), 0
 
     @abstractmethod
     def answer(self, answers: Sequence[CollectedAnswer], usage: TokenUsage) -> BaseModel:

@@ -58,6 +58,7 @@ async def respond(
         MinifloatError: As `respond_to`.
     """
     generation = await service.submit(writer.name, prompts, sampling, caller)
+    writer.prompt_tokens = sum(map(len, prompts))
     parsers = [parser() for _ in range(len(prompts) * sampling.n)]
     pieces, seconds = _pieces(generation, parsers), service.settings.request_timeout
     if stream:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
-from minifloat.serve.api import chat, completions, tokens
+from minifloat.serve.api import chat, completions, messages, tokens
 from minifloat.serve.server import routes
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.http_server import Server, address, fitting_connections
@@ -55,7 +55,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         responses={},
     )
     app.state.service = service
-    for module in (completions, chat, tokens, routes):
+    for module in (completions, chat, messages, tokens, routes):
         app.include_router(module.router)
     _describe_when_asked(app, settings.model_name, service.info.vocab_size)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
@@ -80,22 +80,22 @@ def _describe_when_asked(app: FastAPI, name: str, vocab_size: int) -> None:
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
-    return from_validation(cast(RequestValidationError, error).errors()).response()
+    return from_validation(cast(RequestValidationError, error).errors()).response(request.url.path)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    return from_http(cast(HTTPException, error)).response()
+    return from_http(cast(HTTPException, error)).response(request.url.path)
 
 
 async def _answer_minifloat_error(request: Request, error: Exception) -> JSONResponse:
     answer = from_minifloat(cast(MinifloatError, error))
     if answer.code in ("queue_full", "stopping"):
         request.app.state.service.metrics.rejected(answer.code)
-    return answer.response()
+    return answer.response(request.url.path)
 
 
 async def _answer_unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    return APIError(500, "internal server error").response()  # uvicorn logs the traceback
+    return APIError(500, "internal server error").response(request.url.path)  # uvicorn logs the traceback
 
 
 def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socket) -> None:

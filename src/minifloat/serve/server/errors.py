@@ -1,4 +1,4 @@
-"""Error answers: OpenAI's body `{"error": {"message", "type", "param", "code"}}` with the right status.
+"""Error answers: OpenAI's body `{"error": {"message", "type", "param", "code"}}` with the right status, or Anthropic's.
 
 The body repeats nothing of the request but names of fields, and shows nothing of the server's internals: an unexpected
 exception is a plain 500 for the client and a traceback in the log.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -24,6 +24,9 @@ RETRY_AFTER = 1
 NOT_UNICODE = "expected Unicode; found half of a surrogate pair, which has no UTF-8"
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+#: Of Anthropic's API: its paths, and its types of errors; 529 is the status of a server with too much to do.
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 504: "timeout_error", 529: "overloaded_error"}
 _FIELD = re.compile(r"^([a-z_]+):")  #: messages of the engine begin with the parameter at fault
 #: Parameters of the engine that the API names differently.
 _API_NAMES = {"json_schema": "response_format", "include_stop": "include_stop_str_in_output"}
@@ -42,6 +45,20 @@ class ErrorBody(BaseModel):
     """The body of every error answer."""
 
     error: ErrorDetail
+
+
+class AnthropicError(BaseModel):
+    """The content of an error of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of every error answer of Anthropic's API."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
 
 
 class FieldError(ValueError):
@@ -74,7 +91,23 @@ class APIError(HTTPException):
         kind = _TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         return ErrorBody(error=ErrorDetail(message=self.detail, type=kind, param=self.param, code=self.code))
 
-    def response(self) -> JSONResponse:
+    @property
+    def anthropic_body(self) -> AnthropicErrorBody:
+        """The same for Anthropic's API."""
+        status = self._anthropic_status
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        # clients look for these words to shorten a conversation
+        message = f"prompt is too long: {self.detail}" if self.code == "context_length_exceeded" else self.detail
+        return AnthropicErrorBody(type="error", error=AnthropicError(type=kind, message=message))
+
+    @property
+    def _anthropic_status(self) -> int:
+        return 529 if self.code in ("queue_full", "too_many_connections") else self.status_code
+
+    def response(self, path: str) -> JSONResponse:
+        """Return the answer to a request for a path, in the form of its API."""
+        if path.startswith(_ANTHROPIC_PATH):
+            return JSONResponse(self.anthropic_body.model_dump(), self._anthropic_status, headers=self.headers)
         return JSONResponse(self.body.model_dump(), status_code=self.status_code, headers=self.headers)
 
 
@@ -122,9 +155,10 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return invalid(f"the name of a field: {NOT_UNICODE}")
     if not path:
         return invalid("the body must be a JSON object; send it with Content-Type: application/json")
+    # pydantic repeats the name of a union's tag, and names the alternatives of a text or a list
     names = [
-        str(part) for i, part in enumerate(path) if i == 0 or part != path[i - 1]
-    ]  # pydantic repeats the name of a union's tag
+        str(part) for i, part in enumerate(path) if (i == 0 or part != path[i - 1]) and part not in ("str", "list")
+    ]
     param = names[0] + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in names[1:])
     if first["type"] == "extra_forbidden":
         return invalid(f"unknown field {param!r}; fields that this server does not know are refused", param)

@@ -255,7 +255,7 @@ class _HealthOnly:
             code="too_many_connections",
             headers={"retry-after": str(RETRY_AFTER)},
         )
-        await error.response()(scope, receive, send_and_close)
+        await error.response(scope["path"])(scope, receive, send_and_close)
 
 
 def plain_response(error: APIError) -> bytes:

@@ -94,7 +94,7 @@ class Guard:
             self._check_key(scope)
             self._check_body(scope, headers)
         except APIError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, _Body(receive, self._settings).receive, send)
 
@@ -129,19 +129,21 @@ class Guard:
         state = scope.setdefault("state", {})
         if not self._settings.api_keys or scope["path"] in _KEYLESS_PATHS:
             return
-        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = authorization.partition(b" ")
-        digest = hash_key(key.strip())
+        sent = {name: value for name, value in reversed(scope["headers"]) if name in (b"authorization", b"x-api-key")}
+        kind, _, key = sent.get(b"authorization", b"").partition(b" ")
+        bearer = hash_key(key.strip() if kind.lower() == b"bearer" else b"")
+        digests = (bearer, hash_key(sent.get(b"x-api-key", b"").strip()))
         # All keys are compared, as hashes of equal length, so that the time taken reveals nothing about them.
-        matches = [hmac.compare_digest(digest, api_key) for api_key in self._settings.api_keys]
-        if kind.lower() != b"bearer" or not any(matches):
+        matches = [[hmac.compare_digest(digest, api_key) for api_key in self._settings.api_keys] for digest in digests]
+        valid = [digest for digest, equal in zip(digests, matches, strict=True) if any(equal)]
+        if not valid:
             raise APIError(
                 401,
-                "a valid API key is needed: Authorization: Bearer KEY",
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        state["api_key"] = digest.hex()
+        state["api_key"] = valid[0].hex()
 
     def _check_body(self, scope: Scope, headers: Headers) -> None:
         if scope["method"] != "POST":

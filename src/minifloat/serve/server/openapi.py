@@ -19,13 +19,14 @@ _MEANINGS = {
     415: "The body is not declared as JSON.",
     503: "The queue is full, or the server is stopping; see Retry-After.",
     504: "Not finished in time.",
+    529: "The queue is full; see Retry-After.",
 }
 _GUARDED = (401, 403)
 _WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415)
 
 
-def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+def failures(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": body, "description": _MEANINGS[status]} for status in statuses}
 
 
 def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
@@ -35,15 +36,26 @@ def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
     return success | failures(*_GUARDED)
 
 
-def answers(model: type[BaseModel], *, with_body: bool = False) -> dict[int | str, dict[str, Any]]:
+def answers(
+    model: type[BaseModel], *, with_body: bool = False, error: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
     success: dict[int | str, dict[str, Any]] = {200: {"model": model}}
-    return success | failures(*(_WITH_BODY if with_body else _GUARDED))
+    return success | failures(*(_WITH_BODY if with_body else _GUARDED), body=error)
 
 
 def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    events = {"example": f"data: ({chunk.__name__} as JSON)\n\ndata: [DONE]\n\n"}
-    success: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": {"text/event-stream": events}}}
-    return success | failures(*_WITH_BODY, 503, 504)
+    example = f"data: ({chunk.__name__} as JSON)\n\ndata: [DONE]\n\n"
+    return _streamed(model, example, ErrorBody)
+
+
+def streamed_events(model: type[BaseModel], *, error: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Return the same for a stream whose events have names."""
+    return _streamed(model, "event: (type)\ndata: (event as JSON)\n\n", error)
+
+
+def _streamed(model: type[BaseModel], example: str, error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    content = {"text/event-stream": {"example": example}}
+    return {200: {"model": model, "content": content}} | failures(*_WITH_BODY, 503, 504, body=error)
 
 
 def describe(document: dict[str, Any], name: str, vocab_size: int) -> None:
