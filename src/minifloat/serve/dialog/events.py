@@ -21,7 +21,7 @@ class ThinkingText:
 
 @dataclass(frozen=True)
 class CallBegins:
-    """The model calls a tool; calls are numbered from 0."""
+    """The model calls a tool; calls are numbered from 0. The id is the one that the model wrote, or else empty."""
 
     index: int
     id: str
