@@ -80,9 +80,13 @@ def read_arguments(text: str) -> dict[str, Any]:
     return value
 
 
-def written_arguments(part: AnswerPart) -> dict[str, Any]:
-    """Return the arguments of a call that the model wrote; of one that was cut off, what is known of them."""
-    value = from_json(part.text or "{}", allow_partial=not part.complete)
+def written_arguments(part: AnswerPart, partial: bool | Literal["trailing-strings"] = True) -> dict[str, Any]:
+    """Return the arguments of a call that the model wrote, and of one that was cut off its beginning.
+
+    Args:
+        partial: Whether the beginning of a text counts too, as the last argument.
+    """
+    value = from_json(part.text or "{}", allow_partial=partial)
     return value if isinstance(value, dict) else {}
 
 

@@ -307,6 +307,12 @@ class MessagesRequest(CountTokensRequest):
         )
 
 
+class OutputTokens(BaseModel):
+    """Tokens of the answer that are thinking."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(BaseModel):
     """Numbers of tokens; `input_tokens` are those that the prefix cache did not have."""
 
@@ -314,6 +320,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokens
 
 
 class MessageBody(BaseModel):
@@ -426,6 +433,7 @@ def _usage(usage: TokenUsage) -> MessageUsage:
         cache_creation_input_tokens=0,
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokens(thinking_tokens=usage.thinking_tokens),
     )
 
 
