@@ -1,7 +1,7 @@
 """An engine without a model, for tests of the server around it: it can be slow, held, full, and fail on purpose.
 
-It stands in for `minifloat.engine.Engine` under the real `AsyncEngine`. It "generates" its prompt over and over,
-token by token, so that a test knows every answer beforehand.
+It stands in for `minifloat.engine.Engine` under the real `AsyncEngine`. It "generates" its prompt over and over, or
+what the test says, token by token, so that a test knows every answer beforehand.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class FakeEngine:
         seconds: float = 0.0,
         fails: Callable[[Request], str | None] = lambda request: None,
         defaults: Mapping[str, Any] | None = None,
+        says: Callable[[Request], Sequence[int] | None] = lambda request: None,
     ) -> None:
         self.info, self.tokenizer, self.generation_defaults = INFO, tokenizer, dict(defaults or {})
-        self.seconds, self.fails = seconds, fails
+        self.seconds, self.fails, self.says = seconds, fails, says
         self.observer: EngineListener | None = None
         self.requests: list[Request] = []
         self.held = False
@@ -169,7 +170,10 @@ class FakeEngine:
             prompt_logprobs = (None, *(_logprob(token, params.prompt_logprobs) for token in prompt[1:]))
         if params.max_tokens == 0:
             return self._finish(work, Delivery(name, prompt_logprobs=prompt_logprobs), "length")
-        token = prompt[work.num_generated % len(prompt)]
+        said = self.says(work.request)
+        if said is not None and work.num_generated >= len(said):
+            return self._finish(work, Delivery(name), "stop")
+        token = prompt[work.num_generated % len(prompt)] if said is None else said[work.num_generated]
         work.num_generated += 1
         if work.timings.first_token is None:
             work.timings.scheduled = work.timings.first_token = time.monotonic()
@@ -193,7 +197,7 @@ class FakeEngine:
         del self._at_work[work.request.request_id]
         work.timings.finished = time.monotonic()
         rest = "" if delivery.stop_reason is not None else work.text.finish()[0]
-        usage = TokenUsage(len(work.request.prompt), work.num_generated, 0)
+        usage = TokenUsage(len(work.request.prompt), work.num_generated, 0, work.text.thinking_tokens)
         if self.observer is not None:
             self.observer.finished(reason, work.timings, usage)
         return delivery + Delivery(
@@ -215,5 +219,13 @@ def _logprob(token: int, alternatives: int) -> TokenLogprob:
 class _Work:
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self.request, self.num_generated = request, 0
-        self.text = TextStream(tokenizer, request.prompt, request.params.stop, request.params.include_stop)
+        params = request.params
+        self.text = TextStream(
+            tokenizer,
+            request.prompt,
+            params.stop,
+            params.include_stop,
+            visible=params.visible,
+            thinking=params.thinking,
+        )
         self.timings = Timings(time.monotonic())

@@ -301,7 +301,7 @@ def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
     ("fields", "param", "word"),
     [
         ({"best_of": 2}, "best_of", "not supported"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"functions": []}, "functions", "tools"),
         ({"colour": "red"}, "colour", "unknown field"),
         ({"n": 0}, "n", "greater"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),

@@ -15,6 +15,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,47 @@ def test_a_template_that_writes_too_much_is_stopped(tokenizer: Any, template: st
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenize", "chat_template", "add_generation_prompt", "messages", "bos_token", "continue_final_message"]
+    "name",
+    [
+        *("tokenize", "tokenizer", "chat_template", "add_generation_prompt", "messages", "bos_token", "tools"),
+        *("continue_final_message", "max_characters", "documents", "image_tokens"),
+    ],
 )
-def test_a_request_sets_only_the_template_variables_of_the_list(client: Client, name: str) -> None:
+def test_a_request_sets_no_argument_of_the_function_that_renders(client: Client, name: str) -> None:
     """CVE-2025-61620, CVE-2025-62426."""
     answer = client.chat("x", chat_template_kwargs={name: True})
     assert (answer.status, answer.error["param"]) == (400, f"chat_template_kwargs.{name}")
     refused = client.chat("x", chat_template="{{ 1 }}")
     assert (refused.status, refused.error["param"]) == (400, "chat_template")
+
+
+def test_variables_of_a_template_are_values_and_nothing_else(client: Client) -> None:
+    names = ("self", "range", "raise_exception", "namespace", "loop", "environment", "args")
+    odd = {name: [{"a": None}] for name in names}
+    assert client.chat("x", chat_template_kwargs=odd, max_tokens=1).status == 200
+    for kwargs in ({"__class__": 1}, {"a b": 1}, {"": 1}, {"x" * 65: 1}, {f"x{n}": 1 for n in range(65)}):
+        assert client.chat("x", chat_template_kwargs=kwargs).status == 400
+    deep: list[object] = []
+    for _ in range(100):
+        deep = [deep]
+    refused = client.chat("x", chat_template_kwargs={"x": deep})
+    assert (refused.status, refused.error["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("count", [129, 10_000])
+def test_very_many_tools_are_refused_at_once(client: Client, count: int) -> None:
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {"type": "object"}}} for n in range(count)
+    ]
+    started = time.monotonic()
+    answer = client.chat("x", tools=tools)
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+    assert time.monotonic() - started < 2
+    several = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {"enum": [0] * 9999}}} for n in range(3)
+    ]
+    answer = client.chat("x", tools=several)
+    assert (answer.status, answer.error["param"]) == (400, "tools"), "too large together"
 
 
 # ------------------------------------------------------------------------------------------------- sizes

@@ -128,7 +128,7 @@ def _render(template: str, values: Mapping[str, Any], max_characters: int) -> st
     plain = json.loads(json.dumps(values, default=str))
     pieces, length = [], 0
     try:
-        for piece in _compiled(template).generate(**plain):
+        for piece in _compiled(template).generate(plain):
             pieces.append(piece)
             length += len(piece) - piece.count(_START) - piece.count(_END)
             if length > max_characters:

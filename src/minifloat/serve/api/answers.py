@@ -139,6 +139,7 @@ def total_usage(answers: Sequence[CollectedAnswer], per_prompt: int) -> TokenUsa
         sum(usage.prompt_tokens for usage in prompts),
         sum(answer.usage.completion_tokens for answer in answers),
         sum(usage.cached_tokens for usage in prompts),
+        sum(answer.usage.thinking_tokens for answer in answers),
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.responses import Response
 
-from minifloat.engine import TokenLogprob
+from minifloat.engine import TokenLogprob, TokenUsage
 from minifloat.serve.api.answers import CollectedAnswer, FinishReason, Piece
 from minifloat.serve.api.choices import AnswerBody, ChoiceWriter, SamplingRequest, Usage, finite
 from minifloat.serve.api.fields import (
@@ -17,18 +19,36 @@ from minifloat.serve.api.fields import (
     MAX_PARTS,
     Alternatives,
     Count,
+    Natural,
     Strict,
     Unicode,
+    check_size,
     grammar_of,
     implies,
     one_of,
 )
+from minifloat.serve.api.items import (
+    EFFORTS,
+    MAX_TOOLS,
+    CallId,
+    Json,
+    Text,
+    ToolName,
+    check_tools,
+    kind,
+    read_arguments,
+)
 from minifloat.serve.api.respond import respond_to
 from minifloat.serve.api.sampling import Sampling
-from minifloat.serve.dialog.conversation import Conversation, Thinking
-from minifloat.serve.server.errors import FieldError
+from minifloat.serve.dialog.conversation import Conversation, Thinking, Tool, ToolChoice
+from minifloat.serve.dialog.events import AnswerText, CallArguments, CallBegins, Event, ThinkingText
+from minifloat.serve.server.errors import FieldError, invalid
 from minifloat.serve.server.openapi import streamed
 from minifloat.serve.server.service import BoundedRoute, require_json, service_of
+
+MAX_CALLS = 128
+MAX_DOCUMENTS = 64
+MAX_VARIABLES = 64
 
 
 class TextPart(Strict):
@@ -45,33 +65,217 @@ Content = Annotated[
 ]
 
 
+class CalledFunction(Strict):
+    """The function of a call, and its arguments as JSON text."""
+
+    name: ToolName
+    arguments: Text
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, text: str) -> str:
+        read_arguments(text)
+        return text
+
+
+class ToolCall(Strict):
+    """A call in an assistant's message."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class Message(Strict):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: str | None = Field(default=None, max_length=256)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Annotated[str, Unicode] | None = Field(default=None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: Text | None = Field(default=None, description="What an assistant thought.")
+    reasoning: Text | None = Field(default=None, description="The same.")
+    refusal: str | None = Field(default=None, max_length=65536, description="Has no effect.")
+    annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = Field(
+        default=None, description="Has no effect."
+    )
+    audio: None = None
+    function_call: None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _has_the_fields_of_its_role(self) -> Message:
+        assistant, tool = self.role == "assistant", self.role == "tool"
+        for name in ("tool_calls", "reasoning_content", "reasoning"):
+            if getattr(self, name) and not assistant:
+                raise ValueError(f"a message of the role {self.role} has no {name}")
+        if tool != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id: a message of the role tool needs it, and no other has it")
+        if self.content is None and not (assistant and (self.tool_calls or self.reasoning_content or self.reasoning)):
+            raise ValueError("content: only a message with tool_calls needs none")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template: its parts joined, and OpenAI's newer role `developer` as `system`."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+        others = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()],
+        }
+        return {"role": role, "content": text} | {name: value for name, value in others.items() if value}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-# Others are refused: `tokenize`, `chat_template` and the like are arguments of the rendering function.
-class TemplateOptions(Strict):
-    """The variables of chat templates that a request may set: those that turn thinking on, off or down."""
+class FunctionTool(Strict):
+    """A function that the model may call."""
 
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    name: ToolName
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = Field(default=None, description="Arguments that violate the schema are impossible.")
 
 
-class ChatCompletionRequest(SamplingRequest):
+class ChatTool(Strict):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def tool(self) -> Tool:
+        found = self.function
+        schema = {"type": "object", "properties": {}} | (found.parameters or {})
+        return Tool(found.name, found.description or "", schema, bool(found.strict))
+
+
+def _are_small(values: list[Any]) -> list[Any]:
+    """Refuse schemas, or documents, that are too large together."""
+    check_size([value.function.parameters if isinstance(value, ChatTool) else value for value in values])
+    return values
+
+
+Tools = Annotated[
+    list[Annotated[ChatTool, kind("function", refused={"custom": "describe the tool as a function"})]],
+    Field(max_length=MAX_TOOLS),
+    AfterValidator(_are_small),
+]
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedTool(Strict):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Strict):
+    """Tools that the answer may call."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Strict):
+    """A choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Choice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedChoice,
+    one_of("none, auto, required, or an object of the type function or allowed_tools"),
+]
+
+
+def tool_choice(choice: str | NamedTool | AllowedChoice | None) -> ToolChoice:
+    match choice:
+        case NamedTool():
+            return ToolChoice("required", (choice.function.name,))
+        case AllowedChoice():
+            allowed = choice.allowed_tools
+            return ToolChoice(allowed.mode, tuple(each.function.name for each in allowed.tools))
+        case "none" | "required":
+            return ToolChoice(choice)
+    return ToolChoice()
+
+
+#: Arguments of the functions that render and tokenize chats, here or in transformers, and variables that are fields of
+#: their own; names of special tokens end with `_token` or `_tokens`.
+_NO_VARIABLES = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
+        *("max_characters", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer", "tokenizer_kwargs", "tools"),
+        "truncation",
+    )
+)
+_VARIABLE = re.compile("[a-zA-Z][a-zA-Z0-9_]{0,63}")
+
+
+def _are_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError("expected names of 1 to 64 letters, digits and underscores, the first of them a letter")
+        if name in _NO_VARIABLES or name.endswith(("_token", "_tokens")):
+            raise FieldError(f"chat_template_kwargs.{name}", "it is no variable that a request may set")
+    check_size(variables)
+    return variables
+
+
+class ChatFields(Strict):
+    """What chat templates get beside the messages."""
+
+    tools: Tools | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS), AfterValidator(_are_small)] | None = (
+        Field(default=None, description="For chat templates that read them.")
+    )
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES), AfterValidator(_are_variables)] | None
+    ) = Field(default=None, description="Variables of the chat template, such as enable_thinking.")
+    add_generation_prompt: bool = Field(default=True, description="Whether an answer begins after the messages.")
+    continue_final_message: bool = Field(
+        default=False, description="Whether the answer continues the last message; add_generation_prompt is then false."
+    )
+
+    @model_validator(mode="after")
+    def _opens_or_continues(self) -> ChatFields:
+        asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and asked:
+            raise FieldError("continue_final_message", "it needs add_generation_prompt: false")
+        return self
+
+    def conversation_of(self, messages: list[Message], **others: Any) -> Conversation:
+        last = messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
+            raise invalid("continue_final_message: the last message is no text of an assistant", "messages")
+        return Conversation(
+            [message.for_template() for message in messages],
+            tools=tuple(each.tool() for each in self.tools or ()),
+            variables=self.chat_template_kwargs or {},
+            documents=self.documents,
+            continues=self.continue_final_message,
+            opens=self.add_generation_prompt,
+            **others,
+        )
+
+
+class ChatCompletionRequest(ChatFields, SamplingRequest):
     """``POST /v1/chat/completions``."""
 
     model_config = ConfigDict(
@@ -87,8 +291,13 @@ class ChatCompletionRequest(SamplingRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Alternatives | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool = Field(default=True, description="Whether an answer may have several calls.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    max_reasoning_tokens: Natural | None = Field(
+        default=None, description="Tokens of the thinking, after which it is ended."
+    )
+    include_reasoning: bool = Field(default=True, description="Whether the answer shows the thinking.")
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletionRequest:
@@ -102,16 +311,25 @@ class ChatCompletionRequest(SamplingRequest):
         return self
 
     def conversation(self) -> Conversation:
-        variables = {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
-        return Conversation(
-            [message.for_template() for message in self.messages],
-            variables=variables,
-            thinking=Thinking(effort=self.reasoning_effort),
+        conversation = self.conversation_of(
+            self.messages,
+            choice=tool_choice(self.tool_choice),
+            parallel=self.parallel_tool_calls,
+            thinking=Thinking(
+                enabled=False if self.reasoning_effort == "none" else None,
+                effort=EFFORTS.get(self.reasoning_effort or ""),
+                budget=self.max_reasoning_tokens,
+            ),
             grammar=grammar_of(self.response_format),
         )
+        check_tools(conversation.tools, conversation.choice)
+        return conversation
 
     def sampling(self) -> Sampling:
         return self._sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(BaseModel):
@@ -134,12 +352,30 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class FunctionCall(BaseModel):
+    """The function that is called, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
-    """The model's message."""
+    """The model's message; fields that are not set are left out."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[AnswerCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -148,8 +384,20 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
+
+
+class CompletionTokensDetails(BaseModel):
+    """Number of tokens of the answer that are thinking."""
+
+    reasoning_tokens: int
+
+
+class ChatUsage(Usage):
+    """Numbers of tokens of a chat."""
+
+    completion_tokens_details: CompletionTokensDetails
 
 
 class ChatCompletion(AnswerBody):
@@ -157,7 +405,23 @@ class ChatCompletion(AnswerBody):
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
+
+
+class FunctionDelta(BaseModel):
+    """The name of the function of a new call, or more of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(BaseModel):
+    """A new call, or more of it."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class Delta(BaseModel):
@@ -165,6 +429,9 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -173,7 +440,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
 
 
@@ -182,7 +449,7 @@ class ChatChunk(AnswerBody):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: ChatUsage | None = None
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -211,9 +478,10 @@ class ChatWriter(ChoiceWriter):
     answer_type = (ChatCompletion, "chat.completion")
     chunk_type = (ChatChunk, "chat.completion.chunk")
 
-    def __init__(self, *arguments: Any, choices: int, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, choices: int, thinking: bool = True, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._choices = choices
+        self._choices, self._thinking = choices, thinking
+        self._called: set[int] = set()
 
     def opening(self) -> list[BaseModel]:
         """Return a chunk with the role for each choice."""
@@ -222,14 +490,60 @@ class ChatWriter(ChoiceWriter):
         return [self._chunk(ChatChunkChoice(index=index, delta=role, **ending)) for index in range(self._choices)]
 
     def _news(self, index: int, piece: Piece, ending: dict[str, Any]) -> list[BaseModel]:
-        delta = Delta(content=piece.text) if piece.events or piece.finish_reason is None else Delta()
+        deltas = [delta for event in piece.events if (delta := self._delta(index, event)) is not None]
+        if not deltas or (piece.finish_reason is not None and deltas[-1].content is None):
+            deltas.append(Delta() if piece.finish_reason is not None else Delta(content=""))
         logprobs = chat_logprobs(piece.delivery.logprobs or ()) if self._logprobs else None
-        return [ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, **ending)]
+        choices = [
+            ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None, stop_reason=None)
+            for delta in deltas
+        ]
+        choices[0].logprobs = logprobs
+        choices[-1].finish_reason = _reason(piece.finish_reason, index in self._called)
+        choices[-1].stop_reason = ending["stop_reason"]
+        return list(choices)
+
+    def _delta(self, index: int, event: Event) -> Delta | None:
+        match event:
+            case AnswerText(text):
+                return Delta(content=text)
+            case ThinkingText(text):
+                return Delta(reasoning_content=text, reasoning=text) if self._thinking else None
+            case CallBegins(number, id, name):
+                self._called.add(index)
+                function = FunctionDelta(name=name, arguments="")
+                return Delta(tool_calls=[CallDelta(index=number, id=_call_id(id), type="function", function=function)])
+            case CallArguments(number, text):
+                return Delta(tool_calls=[CallDelta(index=number, function=FunctionDelta(arguments=text))])
+        return None
 
     def _whole(self, index: int, answer: CollectedAnswer, ending: dict[str, Any]) -> BaseModel:
-        message = AssistantMessage(role="assistant", content=answer.text, refusal=None)
+        calls = [
+            AnswerCall(
+                id=_call_id(call.id), type="function", function=FunctionCall(name=call.name, arguments=call.text)
+            )
+            for call in answer.calls
+        ]
+        message = AssistantMessage(role="assistant", content=answer.text or (None if calls else ""), refusal=None)
+        if calls:
+            message.tool_calls = calls
+        if answer.thinking and self._thinking:
+            message.reasoning_content = message.reasoning = answer.thinking
         logprobs = chat_logprobs(answer.logprobs) if self._logprobs else None
-        return ChatChoice(index=index, message=message, logprobs=logprobs, **ending)
+        reason = _reason(answer.finish_reason, bool(calls))
+        return ChatChoice(index=index, message=message, logprobs=logprobs, **ending | {"finish_reason": reason})
+
+    def _usage(self, usage: TokenUsage) -> Usage:
+        details = CompletionTokensDetails(reasoning_tokens=usage.thinking_tokens)
+        return ChatUsage(**super()._usage(usage).model_dump(), completion_tokens_details=details)
+
+
+def _call_id(id: str) -> str:
+    return id or f"call_{secrets.token_hex(12)}"
+
+
+def _reason(reason: FinishReason | None, called: bool) -> ChatFinishReason | None:
+    return "tool_calls" if reason == "stop" and called else reason
 
 
 router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"], dependencies=[Depends(require_json)])
@@ -241,7 +555,11 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service = service_of(request)
     service.check_model(body.model)
     writer = ChatWriter(
-        service.settings.model_name, choices=body.n, logprobs=body.logprobs, with_usage=body.wants_usage
+        service.settings.model_name,
+        choices=body.n,
+        thinking=body.include_reasoning,
+        logprobs=body.logprobs,
+        with_usage=body.wants_usage,
     )
     return await respond_to(
         body.conversation(), body.sampling(), writer, service=service, caller=request, stream=body.stream

@@ -34,11 +34,8 @@ from minifloat.serve.server.errors import FieldError
 
 #: Fields of OpenAI's API that are not supported -> message.
 _UNSUPPORTED = {
-    "tools": "tool calls are not supported by this server",
-    "tool_choice": "tool calls are not supported by this server",
-    "parallel_tool_calls": "tool calls are not supported by this server",
-    "functions": "tool calls are not supported by this server",
-    "function_call": "tool calls are not supported by this server",
+    "functions": "OpenAI has replaced it by tools",
+    "function_call": "OpenAI has replaced it by tool_choice",
     "best_of": "best_of is not supported; ask for n answers and choose among them",
     "suffix": "insertion is not supported by this server",
     "audio": "only text is supported by this server",
@@ -213,7 +210,7 @@ class ChoiceWriter(Writer):
     def closing(self, usage: TokenUsage) -> list[BaseModel]:
         """Return the chunk with the usage, which has no text, if the request wants it."""
         body, kind = self.chunk_type
-        last = body(object=kind, choices=[], **self._fields, usage=Usage.of(usage))
+        last = body(object=kind, choices=[], **self._fields, usage=self._usage(usage))
         return [last] if self._with_usage else []
 
     def answer(self, answers: Sequence[CollectedAnswer], usage: TokenUsage) -> BaseModel:
@@ -222,7 +219,10 @@ class ChoiceWriter(Writer):
             self._whole(index, answer, {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason})
             for index, answer in enumerate(answers)
         ]
-        return body(object=kind, choices=bodies, usage=Usage.of(usage), **self._fields)
+        return body(object=kind, choices=bodies, usage=self._usage(usage), **self._fields)
+
+    def _usage(self, usage: TokenUsage) -> Usage:
+        return Usage.of(usage)
 
     def _chunk(self, choice: BaseModel) -> BaseModel:
         body, kind = self.chunk_type

@@ -460,4 +460,4 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount
     """The number of tokens of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    return TokenCount(input_tokens=len(await service.prompts.encode_chat(body.conversation())))
+    return TokenCount(input_tokens=len((await service.prompts.encode_chat(body.conversation())).prompt))

@@ -37,9 +37,12 @@ async def respond_to(
     Raises:
         MinifloatError: If the request is refused; the message of a `UsageError` begins with the field's name.
     """
-    prompt = await service.prompts.encode_chat(conversation)
-    sampling = replace(sampling, grammar=conversation.grammar)
-    return await respond([prompt], sampling, writer, service=service, caller=caller, stream=stream)
+    dialog = await service.prompts.encode_chat(conversation)
+    sampling = replace(sampling, **await service.prompts.run_in_thread(dialog.sampling))
+    parser = dialog.parser if dialog.is_parsed else PlainText
+    return await respond(
+        [dialog.prompt], sampling, writer, service=service, caller=caller, stream=stream, parser=parser
+    )
 
 
 async def respond(

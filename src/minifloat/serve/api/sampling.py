@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minifloat.engine import MODEL_DEFAULTS, Grammar, SamplingParams
+from minifloat.engine import MODEL_DEFAULTS, Grammar, SamplingParams, Thinking
 
 _SEEDS = 2**64
 
@@ -43,6 +43,8 @@ class Sampling:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: Grammar | None = None
+    visible: frozenset[int] = frozenset()
+    thinking: Thinking | None = None
     cache_salt: str = ""
 
     def params(self, defaults: Mapping[str, Any]) -> list[SamplingParams]:
@@ -76,4 +78,6 @@ _PASSED_ON = (
     "prompt_logprobs",
     "logit_bias",
     "grammar",
+    "visible",
+    "thinking",
 )

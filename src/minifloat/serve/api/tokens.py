@@ -7,15 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
 
-from minifloat.serve.api.chat import Messages
+from minifloat.serve.api.chat import ChatFields, Messages
 from minifloat.serve.api.fields import MAX_TOKENS, Strict, Token, Unicode, whole
-from minifloat.serve.dialog.conversation import Conversation
 from minifloat.serve.server.errors import FieldError
 from minifloat.serve.server.openapi import answers
 from minifloat.serve.server.service import BoundedRoute, require_json, service_of
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(ChatFields):
     """``POST /tokenize``: a prompt, or messages through the chat template."""
 
     model_config = ConfigDict(
@@ -71,7 +70,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
     service = service_of(request)
     service.check_model(body.model)
     if body.messages is not None:
-        tokens = await service.prompts.encode_chat(Conversation([message.for_template() for message in body.messages]))
+        tokens = (await service.prompts.encode_chat(body.conversation_of(body.messages))).prompt
     else:
         tokens = await service.prompts.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens, may_be_empty=True

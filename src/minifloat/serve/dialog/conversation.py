@@ -77,6 +77,7 @@ class Conversation:
         documents: For templates that read them.
         grammar: That the answer follows, after its thinking; None: any text.
         continues: Whether the last message is the beginning of the answer.
+        opens: Whether the prompt ends where an answer begins, if none is continued.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -88,6 +89,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     grammar: Grammar | None = None
     continues: bool = False
+    opens: bool = True
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -26,6 +26,8 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "minifloat"
     max_model_len: int
+    tool_format: str | None
+    thinks: bool
 
 
 class ModelList(BaseModel):
@@ -87,7 +89,7 @@ async def status(request: Request) -> dict[str, Any]:
     service = service_of(request)
     model = service.info.to_dict()
     del model["path"]  # a path of this machine, which clients need not know
-    model |= {"name": service.settings.model_name, "chat": service.prompts.has_template}
+    model |= {"name": service.settings.model_name, "chat": service.prompts.dialogs.has_template}
     return {"version": __version__, "model": model, "now": service.metrics.recent()}
 
 
@@ -105,7 +107,14 @@ async def model(name: str, request: Request) -> ModelCard:
 
 
 def _card(service: Service) -> ModelCard:
-    return ModelCard(id=service.settings.model_name, created=service.created, max_model_len=service.info.max_model_len)
+    dialogs = service.prompts.dialogs
+    return ModelCard(
+        id=service.settings.model_name,
+        created=service.created,
+        max_model_len=service.info.max_model_len,
+        tool_format=dialogs.tool_format,
+        thinks=dialogs.thinks,
+    )
 
 
 _PAGE = resources.files("minifloat.serve.server").joinpath("page.html").read_text(encoding="utf-8")

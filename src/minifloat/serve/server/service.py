@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,10 +19,10 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from minifloat.engine import Request, SamplingParams
-from minifloat.errors import ChatTemplateError, ContextLengthError, QueueFull, UsageError
-from minifloat.model.runtime.templates import chat_tokens
+from minifloat.errors import ContextLengthError, QueueFull, UsageError
 from minifloat.serve.api.sampling import Sampling
 from minifloat.serve.dialog.conversation import Conversation
+from minifloat.serve.dialog.prompt import Dialog, Dialogs
 from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
 from minifloat.serve.server.metrics import Metrics
@@ -41,15 +41,11 @@ _SHORT = 10_000
 
 
 class Prompts:
-    def __init__(self, tokenizer: TextTokenizer, template: str | None, max_characters: int, vocab_size: int) -> None:
-        self._template = template
+    def __init__(self, tokenizer: TextTokenizer, dialogs: Dialogs, max_characters: int, vocab_size: int) -> None:
+        self.dialogs = dialogs
         self._tokenizer, self._max_characters, self._vocab_size = tokenizer, max_characters, vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-tokenizer")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-long-texts")
-
-    @property
-    def has_template(self) -> bool:
-        return bool(self._template or self._tokenizer.chat_template)
 
     def close(self) -> None:
         for thread in (self._thread, self._long_thread):
@@ -88,35 +84,19 @@ class Prompts:
         # verbose would log a warning about long texts, which are refused elsewhere
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
-    async def encode_chat(self, conversation: Conversation) -> tuple[int, ...]:
-        """Return the prompt of a conversation."""
-        size = sum(len(text) for message in conversation.messages for text in message.values())
+    async def encode_chat(self, conversation: Conversation) -> Dialog:
+        """Return a conversation with its prompt."""
+        size = sum(map(_characters, (conversation.messages, conversation.documents, conversation.variables)))
+        size += sum(_characters(tool.for_template()) for tool in conversation.tools)
         if size > self._max_characters:
-            raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")
-        tokens = await self._run(self._thread_for(size), self._encode_chat, conversation)
-        if not tokens:
-            raise UsageError("messages: the chat template turns them into an empty prompt")
-        return tuple(tokens)
-
-    def _encode_chat(self, conversation: Conversation) -> list[int]:
-        if not self.has_template:
             raise UsageError(
-                "messages: this model has no chat template; use /v1/completions, or start the server with "
-                "--chat-template FILE"
+                f"messages: with tools and documents they have {size} characters; at most {self._max_characters} "
+                "are tokenized"
             )
-        effort = conversation.thinking.effort
-        try:
-            return chat_tokens(
-                self._tokenizer,
-                conversation.messages,
-                chat_template=self._template,
-                add_generation_prompt=True,
-                max_characters=self._max_characters,
-                **conversation.variables,
-                **({} if effort is None else {"reasoning_effort": effort}),
-            )
-        except ChatTemplateError as error:
-            raise UsageError(f"messages: {error}") from error
+        dialog = await self._run(self._thread_for(size), self.dialogs.read, conversation, self._max_characters)
+        if not dialog.prompt:
+            raise UsageError("messages: the chat template turns them into an empty prompt")
+        return dialog
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -127,6 +107,18 @@ class Prompts:
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         name = self._tokenizer.convert_ids_to_tokens
         return await self._run(self._thread_for(len(tokens)), lambda: [str(name(token)) for token in tokens])
+
+
+def _characters(value: Any) -> int:
+    """Return the number of characters of all texts in a value, at least one for anything else."""
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(_characters(key) + _characters(item) for key, item in value.items())
+        case list() | tuple():
+            return sum(map(_characters, value))
+    return 1
 
 
 #: Commas in a body. Parsing JSON is one call, during which no other Python code runs: 50 ns for each small number.
@@ -161,7 +153,14 @@ class Service:
         self.created = int(time.time())
         self._held_logprobs = 0
         max_characters = settings.prompt_characters(self.info.max_model_len)
-        self.prompts = Prompts(engine.engine.tokenizer, settings.chat_template, max_characters, self.info.vocab_size)
+        tokenizer = engine.engine.tokenizer
+        dialogs = Dialogs(
+            tokenizer,
+            settings.chat_template,
+            settings.tool_format,
+            separate_thinking=settings.reasoning_format != "none",
+        )
+        self.prompts = Prompts(tokenizer, dialogs, max_characters, self.info.vocab_size)
         self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> None:

@@ -11,10 +11,12 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from minifloat.errors import StorageError, UsageError
 from minifloat.kernels.processors import TeamOptions
 from minifloat.numerics.ranges import Bytes, Count, Natural, NonNegative, Port, Positive, check_fields
+from minifloat.serve.dialog.formats import NAMES
 
 _MIB = 1 << 20
 #: Characters per token of the context that a prompt may have. Text has about four; long runs of blanks have more.
@@ -35,6 +37,9 @@ class ServerSettings(TeamOptions):
         allowed_hosts: Host name to answer to; repeatable. A loopback address has its own names too; another one without
             names has all.
         chat_template: Jinja template instead of the tokenizer's own.
+        tool_format: How the model writes calls of tools (docs/serving.md has the names); auto: as the chat template
+            says; none: tools are refused.
+        reasoning_format: auto: thinking is told apart from answers; none: it is part of their text.
         max_body_bytes: Largest body of a request.
         max_header_bytes: Largest request line with headers.
         max_prompt_characters: Longest prompt to tokenize; None: 32 per token of context.
@@ -55,6 +60,8 @@ class ServerSettings(TeamOptions):
     api_keys: frozenset[bytes] = field(default=frozenset(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_format: str = "auto"
+    reasoning_format: Literal["auto", "none"] = "auto"
     max_body_bytes: Bytes = 8 * _MIB
     max_header_bytes: Bytes = 16 * 1024
     max_prompt_characters: Count | None = None
@@ -69,6 +76,8 @@ class ServerSettings(TeamOptions):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.tool_format not in ("auto", "none", *NAMES):
+            raise UsageError(f"--tool-format {self.tool_format}: expected auto, none or one of {', '.join(NAMES)}")
 
     @property
     def on_loopback(self) -> bool:
