@@ -17,7 +17,8 @@ from fuzzing.serving_app import MODEL, Application
 from fuzzing.target import Target
 from minifloat.engine import Engine, EngineOptions
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_RESPONSES, _MESSAGES, _COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", _RESPONSES, _MESSAGES, _COUNT)
 
 
 @functools.cache
@@ -93,8 +94,13 @@ def _judge(client: Client) -> None:
     assert client.status == 200 or 400 <= client.status < 500, f"{client.status}: {client.body[:300]!r}"
     if client.status != 200:
         error = json.loads(client.body)["error"]
-        assert set(error) == {"message", "type", "param", "code"}, error
+        fields = (
+            {"message", "type"} if client.scope["path"].startswith(_MESSAGES) else {"message", "type", "param", "code"}
+        )
+        assert set(error) == fields, error
         assert error["message"]
+    elif client.body.startswith(b"event: "):
+        _judge_events(client.body.decode())
     elif client.body.startswith(b"data: "):
         events = client.body.decode().split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""], events[-3:]
@@ -104,8 +110,23 @@ def _judge(client: Client) -> None:
         _judge_choices(json.loads(client.body))
 
 
+def _judge_events(text: str) -> None:
+    """Judge a stream of events with names, by the first and the last one."""
+    *events, rest = text.split("\n\n")
+    assert rest == "", rest[:300]
+    parsed = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+    for line, event in zip(events, parsed, strict=True):
+        assert line.startswith(f"event: {event['type']}\n"), line[:300]
+    first, last = parsed[0]["type"], parsed[-1]["type"]
+    assert (first, last) in (
+        ("message_start", "message_stop"),
+        ("response.created", "response.completed"),
+        ("response.created", "response.incomplete"),
+    ), (first, last)
+
+
 def _judge_choices(answer: dict[str, Any]) -> None:
-    assert "error" not in answer, answer
+    assert not answer.get("error"), answer
     for choice in answer.get("choices", ()):
         assert choice["finish_reason"] in (None, "stop", "length"), choice
 
@@ -145,9 +166,58 @@ def _seeds() -> dict[str, bytes]:
         "raw": (_PATHS[0], '{"model": "fuzzed", "prompt": "x", "max_tokens": 1, "max_tokens": 2}'),
     }
     seeds = {name: encoded({"path": path, "body": body}) for name, (path, body) in bodies.items()}
+    seeds |= _seeds_of_items(schema)
     return seeds | {
         "leaves": encoded({"path": _PATHS[0], "body": text | {"stream": True, "max_tokens": 50}, "leave": 10})
     }
+
+
+def _seeds_of_items(schema: dict[str, Any]) -> dict[str, bytes]:
+    """Return requests of the APIs of items."""
+    function = {"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": True}
+    responses = {"model": MODEL, "max_output_tokens": 4, "instructions": "Be brief."}
+    items = [
+        {"role": "developer", "content": "x"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"name": "x"}'},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "y"}]},
+        {"type": "custom_tool_call", "call_id": "e", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "e", "output": "y"},
+    ]
+    tools = [function, {"type": "custom", "name": "g"}, {"type": "web_search"}]
+    tools.append({"type": "namespace", "name": "n", "description": "d", "tools": [function]})
+    tool = {"name": "f", "description": "d", "input_schema": schema, "strict": True}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {"name": "x"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "y", "is_error": True}]},
+        {"role": "system", "content": "note"},
+    ]
+    messages = {"model": MODEL, "max_tokens": 4, "system": "Be brief.", "messages": turns, "tools": [tool]}
+    bodies: dict[str, tuple[str, Any]] = {
+        "response": (_RESPONSES, responses | {"input": items, "tools": tools, "tool_choice": "auto", "stream": True}),
+        "response-text": (
+            _RESPONSES,
+            responses
+            | {"input": "Hello", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+            | {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}},
+        ),
+        "message": (_MESSAGES, messages | {"tool_choice": {"type": "auto"}, "stream": True, "stop_sequences": ["the"]}),
+        "message-text": (
+            _MESSAGES,
+            messages
+            | {"tools": [], "thinking": {"type": "enabled", "budget_tokens": 2}, "output_config": {"effort": "high"}},
+        ),
+        "count": (_COUNT, {name: messages[name] for name in ("model", "messages", "system", "tools")}),
+    }
+    return {name: encoded({"path": path, "body": body}) for name, (path, body) in bodies.items()}
 
 
 _TEXTS = r"""
@@ -156,7 +226,10 @@ tools tool_choice functions $ref $defs # #/$defs/a anyOf allOf oneOf not if then
 date-time uuid minimum maximum multipleOf items prefixItems minItems maxItems uniqueItems patternProperties
 minLength ^a{1000}$ (a|b)*c [^\x00-\x7f]+ ^(?=x)y$ string number integer object array boolean null
 response_format json_object json_schema prompt_logprobs top_logprobs continue_final_message logprobs
-add_generation_prompt <s> </s> <|endoftext|> stream echo n leave structured_outputs guided_json
+input output input_text output_text function function_call function_call_output call_id arguments tool_use tool_result
+tool_use_id input_schema is_error thinking redacted_thinking budget_tokens custom namespace web_search
+allowed_tools required any add_generation_prompt <s> </s> <|endoftext|> stream echo n leave
+structured_outputs guided_json
 """
 _WORDS = {*_PATHS, MODEL, *_TEXTS.split()}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from agents import TEMPLATE, call, saying
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.beta_error_response import BetaErrorResponse
 from fake_engine import FakeEngine
@@ -25,6 +26,8 @@ from minifloat.serve.server import read_api_keys
 KEY = "a-key-for-tests"
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+LARGE = {"enum": [1] * 15_000}
+ADDED = '{"a": 1, "b": 2}'
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
@@ -72,7 +75,7 @@ def test_a_dialog_with_tools_is_translated() -> None:
         output_config={"effort": "max"},
     ).conversation()
 
-    def call(id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def called(id: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"id": id, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
     assert conversation.messages == [
@@ -82,7 +85,7 @@ def test_a_dialog_with_tools_is_translated() -> None:
             "role": "assistant",
             "content": "I add.",
             "reasoning_content": "hm",
-            "tool_calls": [call("t1", {"a": 1}), call("t2", {})],
+            "tool_calls": [called("t1", {"a": 1}), called("t2", {})],
         },
         {"role": "tool", "tool_call_id": "t1", "name": "add", "content": "2"},
         {"role": "tool", "tool_call_id": "t2", "name": "add", "content": "Error: no"},
@@ -175,6 +178,7 @@ def test_a_bad_field_is_refused(fields: dict[str, Any], reason: str) -> None:
     ("fields", "reason"),
     [
         ({"tools": [TOOL, TOOL]}, "tools: two"),
+        ({"tools": [TOOL | {"name": f"f{n}", "input_schema": LARGE} for n in range(2)]}, "tools: together"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: "),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [TOOL]}, "tool_choice: it names"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, r"messages\[0\]"),
@@ -369,6 +373,57 @@ def test_a_full_queue_is_529_and_a_stream_that_fails_ends_with_an_error(tokenize
         sdk.messages.stream(model=MODEL, max_tokens=5, messages=HELLO) as stream,  # type: ignore[arg-type]
     ):
         stream.until_done()
+
+
+TURNS = [f"<think>two</think>Both. {call('add', ADDED)}\n{call('add', '{}')}", "Done."]
+
+
+@pytest.fixture(scope="module")
+def agent(tokenizer: Any) -> Iterator[anthropic.Anthropic]:
+    """A client of a model that calls a tool twice, and then ends."""
+    with (
+        running(saying(tokenizer, TURNS), chat_template=TEMPLATE) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_of_the_sdk_runs_to_its_end(agent: anthropic.Anthropic, stream: bool) -> None:
+    calls: list[tuple[int, int]] = []
+
+    @anthropic.beta_tool
+    def add(a: int = 0, b: int = 0) -> str:
+        """Add two numbers."""
+        calls.append((a, b))
+        return str(a + b)
+
+    ask: Any = {"model": MODEL, "max_tokens": 500, "messages": HELLO, "tools": [add], "stream": stream}
+    turns = list(agent.beta.messages.tool_runner(**ask))
+    first, last = [turn.get_final_message() if stream else turn for turn in turns]
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert first.content[0].thinking == "two"
+    assert (first.stop_reason, last.stop_reason) == ("tool_use", "end_turn")
+    assert calls == [(1, 2), (0, 0)]
+    assert text_of(last) == "Done."
+    assert first.usage.output_tokens_details.thinking_tokens > 0
+
+
+def test_a_stream_of_calls_is_a_message_of_the_sdk(agent: anthropic.Anthropic) -> None:
+    tools: Any = [TOOL]
+    with agent.messages.stream(model=MODEL, max_tokens=500, messages=HELLO, tools=tools) as stream:  # type: ignore[arg-type]
+        inputs = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
+    assert len(inputs) > 3, "arguments come in pieces"
+    assert [block.input for block in message.content if block.type == "tool_use"] == [{"a": 1, "b": 2}, {}]
+    assert len({block.id for block in message.content if block.type == "tool_use"}) == 2
+
+
+def test_no_tool_is_called_that_may_not_be(agent: anthropic.Anthropic) -> None:
+    ask: Any = {"model": MODEL, "max_tokens": 500, "messages": HELLO, "tools": [TOOL]}
+    message = agent.messages.create(**ask, tool_choice={"type": "none"})
+    assert message.stop_reason == "end_turn"
+    assert {block.type for block in message.content} == {"thinking", "text"}
 
 
 def test_a_count_of_tokens_refuses_what_only_answers_have() -> None:

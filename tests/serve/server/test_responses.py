@@ -8,9 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+from agents import TEMPLATE, call, saying
 from fake_engine import FakeEngine
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from serving import MODEL, Client, running
 
 from minifloat.engine import Delivery, TokenUsage
@@ -33,6 +34,9 @@ SPACE = {"type": "namespace", "name": "mcp__files", "description": "files", "too
 SEARCH = {"type": "web_search", "external_web_access": False}
 
 
+ADDED, PATCHED = '{"a": 1, "b": 2}', '{"input": "a\\n\\"b\\""}'
+
+
 def request(**fields: Any) -> ResponsesRequest:
     return ResponsesRequest.model_validate({"model": MODEL, "input": "hello"} | fields)
 
@@ -45,7 +49,7 @@ def conversation(**fields: Any) -> Conversation:
 # ---------------------------------------------------------------------------------------------------- requests
 
 
-def call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def called(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -76,9 +80,9 @@ def test_items_are_translated() -> None:
             "content": "I go",
             "reasoning_content": "hm",
             "tool_calls": [
-                call("c1", "add", {"a": 1}),
-                call("c2", "mcp__files__read", {}),
-                call("c3", "patch", {"input": "x"}),
+                called("c1", "add", {"a": 1}),
+                called("c2", "mcp__files__read", {}),
+                called("c3", "patch", {"input": "x"}),
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
@@ -200,6 +204,7 @@ def test_a_bad_field_is_refused(fields: dict[str, Any], reason: str) -> None:
     [
         ({"tools": [SEARCH]}, "tools: web_search is not supported"),
         ({"tools": [ADD, ADD]}, "tools: two"),
+        ({"tools": [SPACE | {"name": f"s{n}", "tools": [ADD] * 100} for n in range(2)]}, "tools: expected at most 128"),
         ({"tool_choice": "required"}, "tool_choice: "),
         ({"tool_choice": {"type": "function", "name": "other"}, "tools": [ADD]}, "tool_choice: it names"),
         ({"input": []}, "input: it says nothing"),
@@ -326,8 +331,8 @@ def test_events_come_in_openais_order_and_deltas_add_up() -> None:
 def test_a_custom_tool_is_called_with_its_text_and_a_namespace_is_told() -> None:
     assert whole(CUSTOM, "stop")["output"][0]["input"] == "a\nb"
     assert whole(CUT_CUSTOM, "length")["output"][0]["input"] == "a"
-    call = whole(SPACED, "stop")["output"][0]
-    assert (call["name"], call["namespace"], call["call_id"]) == ("read", "mcp__files", "given")
+    item = whole(SPACED, "stop")["output"][0]
+    assert (item["name"], item["namespace"], item["call_id"]) == ("read", "mcp__files", "given")
 
 
 def test_thinking_comes_back_in_every_form_that_clients_keep() -> None:
@@ -370,6 +375,67 @@ def test_the_sdk_gets_the_same_response_streamed_and_whole(sdk: openai.OpenAI) -
         events = list(stream)
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == answer.output_text != ""
+
+
+TURNS = [
+    f"<think>two</think>Both. {call('add', ADDED)}\n{call('patch', PATCHED)}\n{call('mcp__files__read', '{}')}",
+    "Done.",
+]
+
+
+@pytest.fixture(scope="module")
+def agent(tokenizer: Any) -> Iterator[openai.OpenAI]:
+    """A client of a model that calls three tools, and then ends."""
+    with (
+        running(saying(tokenizer, TURNS), chat_template=TEMPLATE) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_of_the_sdk_runs_to_its_end(agent: openai.OpenAI, stream: bool) -> None:
+    conversation: Any = [{"role": "user", "content": "go"}]
+    ask: Any = {"model": MODEL, "tools": [ADD, PATCH, SPACE], "include": ["reasoning.encrypted_content"]}
+    calls: list[Any] = []
+    while True:
+        if stream:
+            with agent.responses.stream(input=conversation, **ask) as events:
+                answer: Any = events.get_final_response()
+        else:
+            answer = agent.responses.create(input=conversation, **ask)
+        Response.model_validate(answer.model_dump(warnings=False), strict=True)
+        assert answer.status == "completed"
+        conversation += answer.output
+        found = [item for item in answer.output if item.type.endswith("_call")]
+        if not found:
+            break
+        calls += found
+        conversation += [{"type": f"{item.type}_output", "call_id": item.call_id, "output": "ok"} for item in found]
+    assert [(item.type, item.name, getattr(item, "namespace", None)) for item in calls] == [
+        ("function_call", "add", None),
+        ("custom_tool_call", "patch", None),
+        ("function_call", "read", "mcp__files"),
+    ]
+    assert (calls[0].arguments, calls[1].input) == (ADDED, 'a\n"b"')
+    assert answer.output_text == "Done."
+
+
+def test_the_sdk_parses_arguments_by_its_own_type(agent: openai.OpenAI) -> None:
+    class Add(BaseModel):
+        a: int
+        b: int
+
+    answer = agent.responses.parse(model=MODEL, input="go", tools=[openai.pydantic_function_tool(Add, name="add")])
+    (called,) = [item for item in answer.output if item.type == "function_call"]
+    assert called.parsed_arguments == Add(a=1, b=2)
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_no_tool_is_called_that_may_not_be(agent: openai.OpenAI) -> None:
+    answer = agent.responses.create(model=MODEL, input="go", tools=[ADD], tool_choice="none")  # type: ignore[list-item]
+    assert {item.type for item in answer.output} == {"reasoning", "message"}
 
 
 def test_errors_name_the_field(client: Client) -> None:

@@ -40,13 +40,13 @@ def kind(*known: str, refused: Mapping[str, str], default: str | None = None) ->
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        given = value.get("type", default)
+        given = value.get("type") or default
         if given not in known:
             for name, reason in refused.items():
                 if isinstance(given, str) and given.startswith(name):
                     raise ValueError(f"{name} is not supported: {reason}")
             raise ValueError(f"type: expected one of {', '.join(known)}")
-        return value if "type" in value else {"type": default, **value}
+        return {**value, "type": given}
 
     return BeforeValidator(check)
 
@@ -91,14 +91,20 @@ def written_arguments(part: AnswerPart, partial: bool | Literal["trailing-string
 
 
 def check_tools(tools: Collection[Tool], choice: ToolChoice) -> None:
-    """Refuse tools of one name, and a choice of tools that there are not.
+    """Refuse tools of one name, too many or too large together, and a choice of tools that there are not.
 
     Raises:
         UsageError: If there are such.
     """
     names = {tool.name for tool in tools}
+    if len(tools) > MAX_TOOLS:
+        raise UsageError(f"tools: expected at most {MAX_TOOLS}, got {len(tools)}")
     if len(names) < len(tools):
         raise UsageError("tools: two of them have the same name")
+    try:
+        check_size([tool.parameters for tool in tools])
+    except ValueError as error:
+        raise UsageError(f"tools: together, {error}") from error
     if choice.mode == "required" and not tools:
         raise UsageError("tool_choice: it asks for a call, and there are no tools")
     if not names.issuperset(choice.names):

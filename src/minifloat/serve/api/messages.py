@@ -33,7 +33,7 @@ from minifloat.serve.api.respond import respond_to
 from minifloat.serve.api.sampling import Sampling
 from minifloat.serve.dialog.conversation import Conversation, Thinking, Tool, ToolChoice
 from minifloat.serve.dialog.history import History, UnknownCall
-from minifloat.serve.server.errors import AnthropicErrorBody, APIError
+from minifloat.serve.server.errors import NO_THREADS, AnthropicErrorBody, APIError
 from minifloat.serve.server.openapi import answers, failures, streamed_events
 from minifloat.serve.server.service import BoundedRoute, require_json, service_of
 
@@ -232,6 +232,7 @@ class OutputConfig(Strict):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
+    task_budget: Ignored = None
 
 
 class CountTokensRequest(Strict):
@@ -290,6 +291,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
     stop_sequences: list[StopString] = Field(default=[], max_length=MAX_STOPS)
+    thread: Ignored = Field(default=None, description="Refused, so that clients send the whole conversation.")
     metadata: Ignored = None
     service_tier: Ignored = None
     inference_geo: Ignored = None
@@ -449,6 +451,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     service.check_model(body.model)
+    if body.thread is not None:
+        raise APIError(400, "thread: this server stores nothing; send the whole conversation", code=NO_THREADS)
     writer = MessageWriter(service.settings.model_name, body.max_tokens)
     return await respond_to(
         body.conversation(), body.sampling(), writer, service=service, caller=request, stream=body.stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -218,7 +218,7 @@ class OfferedTool:
     is_custom: bool = False
 
 
-class FunctionTool(Strict):
+class FlatFunction(Strict):
     """A function that the client runs."""
 
     type: Literal["function"]
@@ -267,7 +267,7 @@ class NamespaceTool(Strict):
     type: Literal["namespace"]
     name: ToolName
     description: Ignored = None
-    tools: list[Annotated[FunctionTool | FreeformTool, Field(discriminator="type")]] = Field(max_length=MAX_TOOLS)
+    tools: list[Annotated[FlatFunction | FreeformTool, Field(discriminator="type")]] = Field(max_length=MAX_TOOLS)
 
     def offered(self) -> list[OfferedTool]:
         return [offered for tool in self.tools for offered in tool.offered(self.name)]
@@ -304,7 +304,7 @@ class BuiltInTool(BaseModel):
 
 
 AnyTool = Annotated[
-    FunctionTool | FreeformTool | NamespaceTool | BuiltInTool,
+    FlatFunction | FreeformTool | NamespaceTool | BuiltInTool,
     Field(discriminator="type"),
     kind("function", "custom", "namespace", *get_args(BuiltIn), refused={}),
 ]
@@ -318,7 +318,7 @@ class NamedChoice(Strict):
     namespace: ToolName | None = None
 
 
-class AllowedTools(Strict):
+class SomeTools(Strict):
     """Some of the tools, which the answer may call, or calls."""
 
     type: Literal["allowed_tools"]
@@ -331,7 +331,7 @@ class AllowedTools(Strict):
 AnyChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")]
     | Annotated[
-        NamedChoice | AllowedTools,
+        NamedChoice | SomeTools,
         Field(discriminator="type"),
         kind("function", "custom", "allowed_tools", refused=dict.fromkeys(get_args(BuiltIn), _OWN_TOOLS)),
         Tag("list"),
@@ -456,27 +456,24 @@ class ResponsesRequest(Strict):
                 raise FieldError(name, reason)
         return data
 
-    def offered(self) -> dict[str, OfferedTool]:
-        """Return the tools that the model may call, by the names by which it knows them.
+    def offered(self) -> list[OfferedTool]:
+        """Return the tools that the model may call.
 
         Raises:
-            UsageError: If there are only tools of OpenAI's servers, or two of one name.
+            UsageError: If there are only tools of OpenAI's servers.
         """
         tools = [offered for tool in self.tools or () for offered in tool.offered()]
         if self.tools and not tools:
             raise UsageError(f"tools: {self.tools[0].type} is not supported: {_OWN_TOOLS}")
-        by_name = {offered.tool.name: offered for offered in tools}
-        if len(by_name) < len(tools):
-            raise UsageError("tools: two of them have the same name")
-        return by_name
+        return tools
 
-    def conversation_with(self, offered: Mapping[str, OfferedTool]) -> Conversation:
+    def conversation_with(self, offered: Sequence[OfferedTool]) -> Conversation:
         """Return the conversation, with tools from `offered`.
 
         Raises:
-            UsageError: If the choice of tools or a result does not fit the rest.
+            UsageError: If the tools, their choice or a result do not fit the rest.
         """
-        tools, choice = tuple(each.tool for each in offered.values()), self._choice()
+        tools, choice = tuple(each.tool for each in offered), self._choice()
         check_tools(tools, choice)
         return Conversation(
             self._messages(),
@@ -507,7 +504,7 @@ class ResponsesRequest(Strict):
         match self.tool_choice:
             case NamedChoice() as one:
                 return ToolChoice("required", (inner_name(one.name, one.namespace),))
-            case AllowedTools(mode=mode, tools=some):
+            case SomeTools(mode=mode, tools=some):
                 return ToolChoice(mode, tuple(inner_name(tool.name, tool.namespace) for tool in some))
             case mode:
                 return ToolChoice(mode)
@@ -589,12 +586,12 @@ class ResponseWriter(PartWriter):
     Args:
         model: Name of the model.
         body: The request.
-        offered: Its tools, by the names by which the model knows them.
+        offered: Its tools.
     """
 
-    def __init__(self, model: str, body: ResponsesRequest, offered: Mapping[str, OfferedTool]) -> None:
+    def __init__(self, model: str, body: ResponsesRequest, offered: Sequence[OfferedTool]) -> None:
         super().__init__()
-        self._model, self._offered = model, offered
+        self._model, self._offered = model, {each.tool.name: each for each in offered}
         self._created, self._sequence = int(time.time()), 0
         self._encrypted = "reasoning.encrypted_content" in (body.include or ())
         self._echo = _echo(body)

@@ -27,6 +27,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 #: Of Anthropic's API: its paths, and its types of errors; 529 is the status of a server with too much to do.
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 504: "timeout_error", 529: "overloaded_error"}
+#: Code by which Anthropic's clients know that they have to send the whole conversation.
+NO_THREADS = "thread_unsupported_request"
 _FIELD = re.compile(r"^([a-z_]+):")  #: messages of the engine begin with the parameter at fault
 #: Parameters of the engine that the API names differently.
 _API_NAMES = {"json_schema": "response_format", "include_stop": "include_stop_str_in_output"}
@@ -52,6 +54,7 @@ class AnthropicError(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorBody(BaseModel):
@@ -98,7 +101,10 @@ class APIError(HTTPException):
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         # clients look for these words to shorten a conversation
         message = f"prompt is too long: {self.detail}" if self.code == "context_length_exceeded" else self.detail
-        return AnthropicErrorBody(type="error", error=AnthropicError(type=kind, message=message))
+        error = AnthropicError(type=kind, message=message)
+        if self.code == NO_THREADS:
+            error.details = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+        return AnthropicErrorBody(type="error", error=error)
 
     @property
     def _anthropic_status(self) -> int:
@@ -107,7 +113,9 @@ class APIError(HTTPException):
     def response(self, path: str) -> JSONResponse:
         """Return the answer to a request for a path, in the form of its API."""
         if path.startswith(_ANTHROPIC_PATH):
-            return JSONResponse(self.anthropic_body.model_dump(), self._anthropic_status, headers=self.headers)
+            return JSONResponse(
+                self.anthropic_body.model_dump(exclude_unset=True), self._anthropic_status, headers=self.headers
+            )
         return JSONResponse(self.body.model_dump(), status_code=self.status_code, headers=self.headers)
 
 
