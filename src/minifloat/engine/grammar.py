@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minifloat.engine.lark import SPACING, TEXT, Rules, json_value, literal, one_of
 from minifloat.errors import KernelUnavailable, QueueFull, UsageError
 from minifloat.model.runtime.tokenizer_files import FileTokenizer
 
 MAX_SCHEMA_BYTES = 64 << 10
-#: White space as `json.dumps` writes it: if any amount is allowed, a weak model may write nothing else.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,75 @@ class Grammar:
         if len(text) > MAX_SCHEMA_BYTES:
             raise UsageError(f"json_schema: expected at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
         try:
-            return cls(_llguidance().LLMatcher.grammar_from_json_schema(text, defaults=_SPACING))
+            return cls(_llguidance().LLMatcher.grammar_from_json_schema(text, defaults=SPACING))
         except ValueError as error:
             raise UsageError(f"json_schema: {error}") from error
 
     @classmethod
     def json_object(cls) -> Grammar:
         return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, text: str) -> Grammar:
+        """Return the grammar of the texts that a regular expression (of Rust's `regex`) matches as a whole."""
+        _check_length("regex", text)
+        return cls(_llguidance().LLMatcher.grammar_from_regex(text)).check("regex")
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """Return the grammar of some texts."""
+        if not texts or not all(texts):
+            raise UsageError("choice: expected texts, none of them empty")
+        _check_length("choice", "".join(texts))
+        return cls(Rules().source(one_of(*map(literal, texts)))).check("choice")
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Return a grammar in llguidance's Lark, or in the GBNF of llama.cpp, which has ``root ::=``."""
+        _check_length("grammar", text)
+        if "::=" in text:
+            try:
+                text = str(_llguidance().gbnf_to_lark.gbnf_to_lark(text))
+            except Exception as error:  # the converter raises what its parser meets
+                raise UsageError(f"grammar: not GBNF: {str(error)[:400]}") from error
+        return cls(json.dumps({"grammars": [{"lark_grammar": text}]})).check("grammar")
+
+    @classmethod
+    def structural_tag(
+        cls, triggers: Sequence[str], structures: Sequence[tuple[str, Mapping[str, Any], str]]
+    ) -> Grammar:
+        """Return the grammar of any text in which a trigger must go on as a structure.
+
+        Args:
+            triggers: Texts after which only a structure may follow that begins with them.
+            structures: What begins each, the JSON schema of its inside, and what ends it.
+        """
+        rules, items = Rules(), []
+        for trigger in triggers:
+            found = [each for each in structures if each[0].startswith(trigger)]
+            if not trigger or not found:
+                raise UsageError(f"structural_tag: no structure begins with the trigger {trigger!r}")
+            bodies = [
+                f"{literal(begin[len(trigger) :])} {json_value(schema)} {literal(end)}" for begin, schema, end in found
+            ]
+            items.append(f"{rules.until(trigger)} {one_of(*bodies)}")
+        if any(not begin.startswith(tuple(triggers)) for begin, _, _ in structures):
+            raise UsageError("structural_tag: a structure begins with none of the triggers")
+        source = rules.source(f"{one_of(*items)}* {rules.add(TEXT)}")
+        _check_length("structural_tag", source)
+        return cls(source).check("structural_tag")
+
+    def check(self, name: str = "") -> Grammar:
+        """Return the grammar.
+
+        Raises:
+            UsageError: If it is none; the message begins with the name of the field.
+        """
+        message = _llguidance().LLMatcher.validate_grammar(self.source)
+        if message and not message.startswith("WARNING"):
+            reason = " ".join(line.strip() for line in message.splitlines() if line.strip(" ^"))
+            raise UsageError(f"{name}: {reason[:400]}" if name else reason[:400])
+        return self
 
 
 @dataclass(frozen=True)
@@ -308,6 +369,11 @@ def _llguidance() -> Any:
     except ImportError as error:
         raise KernelUnavailable("JSON output needs llguidance: pip install 'minifloat[serve]'") from error
     return llguidance
+
+
+def _check_length(name: str, text: str) -> None:
+    if not text or len(text) > MAX_SCHEMA_BYTES:
+        raise UsageError(f"{name}: expected 1 to {MAX_SCHEMA_BYTES} characters, got {len(text)}")
 
 
 def _mask(matcher: Any) -> bytes:

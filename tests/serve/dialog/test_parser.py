@@ -232,7 +232,7 @@ def test_values_take_the_types_of_the_schema() -> None:
     tool = Tool("f", parameters={"properties": properties, "$defs": {"Text": {"type": "string"}}})
     given = {
         "zip": "02139", "either": "null", "number": "1e3", "choice": "1", "named": "true", "loop": "{}", "any": "12",
-        "flag": "True", "odd": "x", "new": "[1]", "huge": "1" * 5000, "infinite": "1e999", "nan": "NaN",
+        "flag": "True", "odd": "x", "new": "[1]", "huge": "1" * 5000, "nan": "NaN",
     }  # fmt: skip
     lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
     text = f"<tool_call>\n<function=f>\n{lines}</function>\n</tool_call>"

@@ -51,7 +51,9 @@ class DialogFormat:
         end: After a call, or several; empty: nothing.
         list: Whether the calls between `begin` and `end` are a list in brackets.
         separator: Between calls in one `begin` and `end`; None: each has its own.
+        gap: White space that the model writes after `begin` and before `end`.
         open: Before the name of a call; the first is the one that a grammar asks for.
+        numbered: Whether the name has a number after it, such as `:0`, which is the id of the call.
         name_end: After the name; the first is the one that a grammar asks for.
         arguments: How they are written.
         key: Of the arguments in a call of the form `object`.
@@ -73,7 +75,9 @@ class DialogFormat:
     end: str = ""
     list: bool = False
     separator: str | None = None
+    gap: str = ""
     open: tuple[str, ...] = ("",)
+    numbered: bool = False
     name_end: tuple[str, ...] = ()
     arguments: Arguments = "object"
     key: str = "arguments"
@@ -165,6 +169,7 @@ FORMATS: tuple[DialogFormat, ...] = (
             begin=(f"<｜DSML｜{space}{calls}>",),
             end=f"</｜DSML｜{space}{calls}>",
             separator="\n",
+            gap="\n",
             open=(f'<｜DSML｜{space}invoke name="',),
             name_end=('">', '"/>'),
             arguments="elements",
@@ -187,6 +192,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         end="<|tool_calls_section_end|>",
         separator="",
         open=("<|tool_call_begin|>functions.", "<|tool_call_begin|>"),
+        numbered=True,
         name_end=("<|tool_call_argument_begin|>",),
         arguments="json",
         close="<|tool_call_end|>",
@@ -199,6 +205,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         begin=("<minimax:tool_call>",),
         end="</minimax:tool_call>",
         separator="\n",
+        gap="\n",
         open=('<invoke name="',),
         name_end=('">',),
         arguments="elements",
@@ -221,6 +228,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         ("<function=", "<parameter="),
         begin=("<tool_call>", "<function="),
         end="</tool_call>",
+        gap="\n",
         open=("<function=",),
         name_end=(">",),
         arguments="elements",
@@ -273,6 +281,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         begin=("<function_calls>",),
         end="</function_calls>",
         separator="\n",
+        gap="\n",
         name_end=("(",),
         arguments="python",
     ),
@@ -299,6 +308,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         ("<|start_of_role|>", "<tool_call>"),
         begin=("<tool_call>",),
         end="</tool_call>",
+        gap="\n",
     ),
     DialogFormat(
         "hermes",
@@ -306,6 +316,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         ("<tool_call>",),
         begin=("<tool_call>",),
         end="</tool_call>",
+        gap="\n",
     ),
     DialogFormat(
         "llama4",
@@ -347,6 +358,7 @@ FORMATS: tuple[DialogFormat, ...] = (
         (),
         begin=("<tool_call>",),
         end="</tool_call>",
+        gap="\n",
         instructions=_GENERIC,
     ),
 )
@@ -380,7 +392,9 @@ def find_format(template: str, added: Mapping[str, int], name: str | None = None
     thinking = None if found.channels else thinking or next((pair for pair in _THINKING if pair[1] in added), None)
     found = replace(found, thinking=thinking)
     text = "\0".join(found.literals())
-    return replace(found, tokens={marker: token for marker, token in added.items() if marker and marker in text})
+    return replace(
+        found, tokens={marker: token for marker, token in added.items() if marker.strip() and marker in text}
+    )
 
 
 def opens_thinking(format: DialogFormat, prompt_end: str, continues: bool = False) -> bool:

@@ -475,8 +475,7 @@ class AnswerParser:
         qualified = _QUALIFIED.fullmatch(name)
         if qualified is None or qualified[1] not in self._tools:
             raise _NoCall
-        numbered = name.rpartition(":")[2].isdecimal()
-        return self._tools[qualified[1]], f"functions.{name.removeprefix('functions.')}" if numbered else id
+        return self._tools[qualified[1]], f"functions.{name}" if self._format.numbered else id
 
     def _json(self, tool: Tool, id: str) -> _Steps:
         if (yield from self._next()) != "{":

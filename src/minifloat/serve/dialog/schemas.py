@@ -11,38 +11,49 @@ _MAX_STEPS = 100
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema with its local references followed; empty if there is none."""
+    for _ in range(_MAX_STEPS):
+        if not isinstance(schema, Mapping):
+            break
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return dict(schema)
+        found: Any = root
+        for part in filter(None, reference[1:].split("/")):
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        schema = found
+    return {}
+
+
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     """Return the JSON types that a property of a schema may have; empty if the schema does not say."""
     types: set[str] = set()
-    properties = parameters.get("properties")
+    properties = resolved(parameters, parameters).get("properties")
     todo = [properties.get(name) if isinstance(properties, Mapping) else None]
     for _ in range(_MAX_STEPS):
         if not todo:
-            return frozenset(types)
-        types |= set(_types(todo.pop(), parameters, todo))
-    return frozenset()
+            break
+        schema = resolved(todo.pop(), parameters)
+        types |= set(_types(schema))
+        todo += [each for word in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(word))]
+    return frozenset() if todo else frozenset(types)
 
 
-def _types(schema: Any, root: Mapping[str, Any], todo: list[Any]) -> Iterator[str]:
-    if not isinstance(schema, Mapping):
-        return
+def _types(schema: Mapping[str, Any]) -> Iterator[str]:
     stated = schema.get("type")
     if isinstance(stated, str):
         yield stated
     elif isinstance(stated, list):
         yield from (each for each in stated if isinstance(each, str))
     elif "enum" in schema or "const" in schema:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-        yield from {_type_of(value) for value in values}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        todo.append(found)
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(word), list):
-            todo.extend(schema[word])
+        yield from {
+            _type_of(value) for value in (*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else []))
+        }
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _type_of(value: Any) -> str:
@@ -52,12 +63,17 @@ def _type_of(value: Any) -> str:
 
 def value_of(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a value that stands without quotes: by its types, or else a string if it is no JSON."""
-    stripped = text.strip()
+    written = text.strip()
     try:
-        value = _PYTHON_WORDS[stripped] if stripped in _PYTHON_WORDS else json.loads(stripped)
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value = _PYTHON_WORDS[written] if written in _PYTHON_WORDS else json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+    if written in _PYTHON_WORDS:
+        written = json.dumps(value)
     found = _type_of(value)
     suits = not types or found in types or (found == "integer" and "number" in types)
     return written if suits or "string" not in types else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
