@@ -174,6 +174,30 @@ TEXTS: dict[str, dict[str, str]] = {
         ),
         "</tool_call>",
     ),
+    "glm-4.7": _framed(
+        "<tool_call>",
+        (
+            "get_weather<arg_key>city</arg_key><arg_value>São Paulo</arg_value>"
+            "<arg_key>days</arg_key><arg_value>3</arg_value>",
+            "get_time",
+            f"write_file<arg_key>content</arg_key><arg_value>{CONTENT}</arg_value>"
+            f"<arg_key>options</arg_key><arg_value>{_OPTIONS}</arg_value>",
+        ),
+        "</tool_call>",
+    ),
+    "seed-oss": _framed(
+        "<seed:tool_call>\n",
+        (
+            "<function=get_weather>\n<parameter=city>São Paulo</parameter>\n<parameter=days>3</parameter>\n"
+            "</function>\n",
+            "<function=get_time>\n</function>\n",
+            f"<function=write_file>\n<parameter=content>{CONTENT}</parameter>\n"
+            f"<parameter=options>{_OPTIONS}</parameter>\n</function>\n",
+        ),
+        "</seed:tool_call>",
+    ),
+    "lfm2": _framed("<|tool_call_start|>[", (_PYTHON_ONE, "get_time()", _PYTHON_RICH), "]<|tool_call_end|>", ", "),
+    "nemotron": _framed("<TOOLCALL>[", _objects(), "]</TOOLCALL>", ", "),
     "gemma4": _framed("<|tool_call>", _gemma('<|"|>'), "<tool_call|>"),
     "functiongemma": _framed("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),
     "mistral": _framed("[TOOL_CALLS]", _named("[ARGS]"), ""),

@@ -166,6 +166,7 @@ def test_an_answer_that_continues_may_go_on_with_its_thinking() -> None:
         ("llama3", '<|python_tag|>get_time.call(zone="a\\u0041")', 1, ""),
         ("llama3", "<|python_tag|>print(1)", 0, None),
         ("llama4", "[1, 2]", 0, None),
+        ("llama4", '{"name": "get_time", "parameters": {}}', 1, ""),
         ("llama4", "[get_time(1)]", 0, None),
         ("llama4", "[get_time(), nothing()] so", 1, "nothing()] so"),
         ("mistral", '[TOOL_CALLS]get_time[CALL_ID]abc[ARGS]{"a": 1}', 1, ""),
@@ -211,7 +212,7 @@ def test_a_call_ends_thinking_that_was_not_closed(name: str) -> None:
     assert (answer.thinking, answer.text) == (f"Not {begin} yet", "Yes")
 
 
-@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "minimax-m2"])
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "glm-4.7", "minimax-m2", "seed-oss"])
 @pytest.mark.parametrize(
     "value", ["</parameter>", "a</arg_value>b", "<parameter=x>", " </parameter> and\n\n", "</tool_call>", ""]
 )

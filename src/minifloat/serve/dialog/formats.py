@@ -30,6 +30,7 @@ class Elements:
         close: After the value.
         typed: Whether the element says if the value is a string: ``string="true">`` follows `middle`.
         lines: Whether a value stands in lines of its own.
+        gap: White space that the model writes after an element.
     """
 
     open: str
@@ -37,6 +38,7 @@ class Elements:
     close: str
     typed: bool = False
     lines: bool = False
+    gap: str = "\n"
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,16 @@ FORMATS: tuple[DialogFormat, ...] = (
         elements=Elements('<parameter name="', '">', "</parameter>"),
     ),
     DialogFormat(
+        "glm-4.7",
+        "GLM 4.7, 5",
+        ("{function-name}<arg_key>",),
+        begin=("<tool_call>",),
+        end="</tool_call>",
+        name_end=("<arg_key>", "</tool_call>", "\n"),
+        arguments="elements",
+        elements=Elements("<arg_key>", "</arg_key><arg_value>", "</arg_value>", gap=""),
+    ),
+    DialogFormat(
         "glm",
         "GLM 4.5, 4.6",
         ("<arg_key>",),
@@ -221,6 +233,19 @@ FORMATS: tuple[DialogFormat, ...] = (
         name_end=("\n", "<arg_key>", "</tool_call>"),
         arguments="elements",
         elements=Elements("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ),
+    DialogFormat(
+        "seed-oss",
+        "Seed-OSS",
+        ("<seed:tool_call>",),
+        begin=("<seed:tool_call>",),
+        end="</seed:tool_call>",
+        gap="\n",
+        open=("<function=",),
+        name_end=(">",),
+        arguments="elements",
+        close="</function>",
+        elements=Elements("<parameter=", ">", "</parameter>"),
     ),
     DialogFormat(
         "qwen3-coder",
@@ -284,6 +309,26 @@ FORMATS: tuple[DialogFormat, ...] = (
         gap="\n",
         name_end=("(",),
         arguments="python",
+    ),
+    DialogFormat(
+        "lfm2",
+        "LFM2",
+        ("<|tool_call_start|>",),
+        begin=("<|tool_call_start|>",),
+        end="<|tool_call_end|>",
+        list=True,
+        separator=", ",
+        name_end=("(",),
+        arguments="python",
+    ),
+    DialogFormat(
+        "nemotron",
+        "Nemotron Nano v2",
+        ("<TOOLCALL>",),
+        begin=("<TOOLCALL>",),
+        end="</TOOLCALL>",
+        list=True,
+        separator=", ",
     ),
     DialogFormat(
         "phi4-mini",

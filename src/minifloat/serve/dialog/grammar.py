@@ -170,7 +170,9 @@ class _Writer:
     def _elements(self, tool: Tool, schema: Mapping[str, Any]) -> str:
         elements, format = self.format.elements, self.format
         assert elements is not None
-        begin = self.text(format.name_end[0].rstrip("\n") + "\n")
+        first = format.name_end[0]
+        before = "" if first in (elements.open, format.end) else first
+        begin = self.text(before if before.endswith("\n") else before + elements.gap)
         if not _properties(schema) and schema.get("additionalProperties") is not False:
             any_key = self._element(elements, pattern(_KEY), self._text({}, self._value_end), text=True)
             return f"{begin} ({any_key})*"
@@ -196,8 +198,7 @@ class _Writer:
         """Return the expression of an element; the value brings its end."""
         typed = f'"{str(text).lower()}">' if elements.typed else ""
         middle = self.text(elements.middle + typed + "\n" * elements.lines)
-        newline = literal("\n")
-        return f"{self.text(elements.open)} {key} {middle} {value} {newline}"
+        return f"{self.text(elements.open)} {key} {middle} {value} {literal(elements.gap)}"
 
     def _text(self, schema: Mapping[str, Any], end: str) -> str:
         """Return the expression of a text without quotes, and of what ends it."""

@@ -32,6 +32,7 @@ _SPACE = re.compile(r"\s*+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _QUALIFIED = re.compile(r"(?:functions\.)?(.*?)(?::[0-9]+|\.call)?", re.DOTALL)
+_PARTS = re.compile(r"<[^<]*>")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -339,7 +340,7 @@ class AnswerParser:
     def _is_bare(self) -> _Steps:
         """Return whether a call without a marker may stand here."""
         self._taken = []
-        found = yield from self._mark("[" if self._format.list else "{")
+        found = yield from self._mark(*("[{" if self._format.list else "{"))
         if found:
             self._back(found)
         else:
@@ -450,7 +451,7 @@ class AnswerParser:
         format = self._format
         if any(format.open):
             yield from self._need(*format.open)
-        if (yield from self._next()) == "{" and format.arguments == "object":
+        if (yield from self._next()) == "{" and format.arguments in ("object", "python"):
             yield from self._object()
         elif not format.name_end:
             raise _NoCall
@@ -562,7 +563,7 @@ class AnswerParser:
 
     def _element_key(self, elements: Elements, tool: Tool) -> _Steps:
         """Return the key of an element, and whether its value is a text."""
-        first, *others = elements.middle.split("\n")
+        first, *others = _PARTS.findall(elements.middle) if elements.middle.count("<") > 1 else [elements.middle]
         key, _ = yield from self._until(first)
         for other in others:
             yield from self._need(other)
