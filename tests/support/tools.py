@@ -31,6 +31,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "vllm": ("torchvision", "torchaudio", "torchcodec"),
     "llmcompressor": (),
     "lm-eval": (),
+    "agents": (),
     "ray": ("torchvision", "torchaudio", "torchcodec"),
 }
 _COMPLETE = "minifloat-interop.sha256"

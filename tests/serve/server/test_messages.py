@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -12,7 +12,7 @@ from agents import TEMPLATE, call, saying
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.beta_error_response import BetaErrorResponse
 from fake_engine import FakeEngine
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from serving import MODEL, Answer, Client, running
 
 from minifloat.engine import Delivery, TokenUsage
@@ -424,6 +424,23 @@ def test_no_tool_is_called_that_may_not_be(agent: anthropic.Anthropic) -> None:
     message = agent.messages.create(**ask, tool_choice={"type": "none"})
     assert message.stop_reason == "end_turn"
     assert {block.type for block in message.content} == {"thinking", "text"}
+
+
+class Choice(BaseModel):
+    """An answer that follows a schema."""
+
+    word: Literal["yes", "no"]
+
+
+def test_the_sdk_parses_an_answer_that_follows_a_schema(tokenizer: Any) -> None:
+    engine = saying(tokenizer, ['{"word": "yes"}'])
+    with (
+        running(engine, chat_template=TEMPLATE) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
+        ask: Any = {"model": MODEL, "max_tokens": 60, "messages": HELLO, "output_format": Choice}
+        assert client.messages.parse(**ask).parsed_output == Choice(word="yes")
+    assert engine.requests[0].params.grammar is not None
 
 
 def test_a_count_of_tokens_refuses_what_only_answers_have() -> None:

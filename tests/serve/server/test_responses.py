@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -431,6 +431,23 @@ def test_the_sdk_parses_arguments_by_its_own_type(agent: openai.OpenAI) -> None:
     assert called.parsed_arguments == Add(a=1, b=2)
     assert answer.usage is not None
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+class Choice(BaseModel):
+    """An answer that follows a schema."""
+
+    word: Literal["yes", "no"]
+
+
+def test_the_sdk_parses_an_answer_that_follows_a_schema(tokenizer: Any) -> None:
+    engine = saying(tokenizer, ['{"word": "yes"}'])
+    with (
+        running(engine, chat_template=TEMPLATE) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        answer = client.responses.parse(model=MODEL, input="x", text_format=Choice)
+    assert answer.output_parsed == Choice(word="yes")
+    assert engine.requests[0].params.grammar is not None
 
 
 def test_no_tool_is_called_that_may_not_be(agent: openai.OpenAI) -> None:
