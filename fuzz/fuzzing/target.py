@@ -13,7 +13,7 @@ from random import Random
 from minifloat.errors import MinifloatError
 
 #: Names of the targets: modules of this package, each with a `TARGET`.
-NAMES = ("headers", "configs", "recipes", "statistics", "journals", "requests", "connections")
+NAMES = ("headers", "configs", "recipes", "statistics", "journals", "requests", "connections", "dialogs")
 CORPUS = Path(__file__).parents[1] / "corpus"
 
 

@@ -57,3 +57,11 @@ def test_what_is_no_grammar_is_refused_by_its_field(make: object, message: str) 
     assert callable(make)
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_a_panic_of_llguidance_is_an_error_of_the_grammar() -> None:
+    """llguidance cuts the schema that its error shows after 100 bytes, and panics inside a character."""
+    for padding in range(4):
+        grammar = Grammar.json_schema({"required": {"x" * padding + "é🌸" * 30: 1}})
+        with pytest.raises(UsageError, match=r"^tools: "):
+            grammar.check("tools")

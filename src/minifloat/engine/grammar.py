@@ -105,7 +105,12 @@ class Grammar:
         Raises:
             UsageError: If it is none; the message begins with the name of the field.
         """
-        message = _llguidance().LLMatcher.validate_grammar(self.source)
+        try:
+            message = str(_llguidance().LLMatcher.validate_grammar(self.source))
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in llguidance, while it writes an error with a text beyond ASCII
+            message = f"the grammar cannot be used: {error}"
         if message and not message.startswith("WARNING"):
             reason = " ".join(line.strip() for line in message.splitlines() if line.strip(" ^"))
             raise UsageError(f"{name}: {reason[:400]}" if name else reason[:400])
