@@ -116,10 +116,21 @@ class ChatClient:
         return self.model
 
     def stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Yield the pieces of an answer. Closing the iterator stops the generation.
+        """Yield the pieces of an answer, without its thinking. Closing the iterator stops the generation.
 
         Raises:
             ServerError: If the server cannot be reached or refuses.
+        """
+        with contextlib.closing(self.pieces(messages)) as pieces:
+            for text, is_thinking in pieces:
+                if not is_thinking:
+                    yield text
+
+    def pieces(self, messages: list[dict[str, str]]) -> Generator[tuple[str, bool], None, None]:
+        """Yield the pieces of an answer and of the thinking before it, each with whether it is thinking.
+
+        Raises:
+            ServerError: As `stream`.
         """
         body = {"model": self.find_model(), "messages": messages, "stream": True, **self.sampling}
         with self._server.request("POST", "/v1/chat/completions", body) as response:
@@ -130,8 +141,9 @@ class ChatClient:
                 if "error" in event:
                     raise ServerError(event["error"]["message"])
                 for choice in event["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        yield piece
+                    for name, is_thinking in (("reasoning_content", True), ("content", False)):
+                        if piece := choice["delta"].get(name):
+                            yield piece, is_thinking
 
 
 def chat(
@@ -190,15 +202,21 @@ def _beginning(system: str | None) -> list[dict[str, str]]:
 
 
 def _show(client: ChatClient, messages: list[dict[str, str]], *, stats: bool, write: Callable[[str], None]) -> str:
-    """Show an answer while it streams, and return its text."""
+    """Show an answer while it streams, its thinking in parentheses, and return its text."""
     pieces: list[str] = []
+    count, thinks = 0, False
     began = first_token = time.monotonic()
-    stream = client.stream(messages)
+    stream = client.pieces(messages)
     try:
-        for piece in stream:
-            if not pieces:
+        for piece, is_thinking in stream:
+            if not count:
                 first_token = time.monotonic()
-            pieces.append(piece)
+            count += 1
+            if is_thinking != thinks:
+                write("(" if is_thinking else ")\n")
+                thinks = is_thinking
+            if not is_thinking:
+                pieces.append(piece)
             write(piece)
     except KeyboardInterrupt:
         write(" (stopped)")
@@ -206,8 +224,8 @@ def _show(client: ChatClient, messages: list[dict[str, str]], *, stats: bool, wr
         write(f"({error})")
     finally:
         stream.close()
-    write("\n")
-    if stats and len(pieces) > 1:
-        rate = (len(pieces) - 1) / max(time.monotonic() - first_token, 1e-9)
+    write(")\n" if thinks else "\n")
+    if stats and count > 1:
+        rate = (count - 1) / max(time.monotonic() - first_token, 1e-9)
         write(f"({first_token - began:.2f} s to the first token, then {rate:.1f} pieces per second)\n")
     return "".join(pieces)

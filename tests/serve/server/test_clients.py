@@ -357,6 +357,7 @@ def test_serve_drains_at_a_signal_and_ends_with_status_0(
     assert all(answer.json["usage"]["completion_tokens"] == 400 for answer in results)
     _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
+    assert "tool calls: in the format generic; thinking: not told apart" in log
     assert "stopping: finishing admitted requests" in log
     assert "Traceback" not in log
 

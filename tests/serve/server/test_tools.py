@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from serving import MODEL, Client, running
 
 from minifloat.engine import Thinking
+from minifloat.serve.client import ChatClient, chat
 
 #: A small form of Qwen3's template.
 TEMPLATE = (
@@ -387,3 +388,13 @@ def test_tools_can_be_switched_off_and_named(tokenizer: Any) -> None:
         (choice,) = client.chat("x", tools=[ADD]).json["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
         assert client.get("/v1/models").json["data"][0]["tool_format"] == "glm"
+
+
+def test_minifloat_chat_shows_thinking_and_does_not_send_it_back(tokenizer: Any) -> None:
+    lines, shown = iter(["one", "two", "/quit"]), []
+    with saying(tokenizer, "<think>Hm.</think>Yes.", TEMPLATE) as (_, client, engine):
+        chat(ChatClient(client.url), read=lambda _: next(lines), write=shown.append)
+        assert "".join(ChatClient(client.url).stream(USER)) == "Yes."
+        second = str(tokenizer.decode(engine.requests[1].prompt))
+    assert "".join(shown).count("(Hm.)\nYes.\n") == 2
+    assert second == "user: one</s>assistant: Yes.</s>user: two</s>assistant: "

@@ -101,6 +101,14 @@ async def _answer_unexpected_error(request: Request, error: Exception) -> JSONRe
 def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socket) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then finish the admitted requests."""
     settings = replace(settings, max_connections=fitting_connections(settings.max_connections))
-    server = Server(create_app(engine, settings), engine, settings)
+    app = create_app(engine, settings)
+    server = Server(app, engine, settings)
+    dialogs = app.state.service.prompts.dialogs
+    if dialogs.has_template:
+        _LOG.info(
+            "tool calls: %s; thinking: %s",
+            f"in the format {dialogs.tool_format}" if dialogs.tool_format else "refused",
+            "told apart from answers" if dialogs.thinks else "not told apart",
+        )
     _LOG.info("serving %s on %s", settings.model_name, address(listening))
     asyncio.run(server.serve(sockets=[listening]))
