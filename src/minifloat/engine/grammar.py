@@ -30,7 +30,15 @@ MAX_SCHEMA_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Grammar:
+    """Rules that a text must follow.
+
+    Attributes:
+        source: Of llguidance.
+        field: That errors name.
+    """
+
     source: str
+    field: str = "response_format"
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
@@ -176,8 +184,8 @@ class GrammarState:
 class _Compiled:
     """A grammar with its thread and its texts; equal grammars share one."""
 
-    def __init__(self, source: str, limits: GrammarLimits) -> None:
-        self.source, self.left = source, limits.seconds
+    def __init__(self, grammar: Grammar, limits: GrammarLimits) -> None:
+        self.source, self.field, self.left = grammar.source, grammar.field, limits.seconds
         self.ready: Future[None] = Future()
         self.ready.set_running_or_notify_cancel()  # one that stops waiting must not cancel it for the others
         self.first: Any = None
@@ -240,7 +248,7 @@ class Grammars:
             compiled = self._compiled.pop(grammar.source, None)
             if compiled is None:
                 self._make_room()
-                compiled = _Compiled(grammar.source, self.limits)
+                compiled = _Compiled(grammar, self.limits)
                 compiled.thread.submit(self._compile, compiled, tokenizer)
             self._compiled[grammar.source] = compiled
             state = GrammarState(self, compiled)
@@ -300,7 +308,7 @@ class Grammars:
     def close(self) -> None:
         with self._answers:
             for compiled in list(self._compiled.values()):
-                self._fail(compiled, UsageError("response_format: the engine has been closed"))
+                self._fail(compiled, UsageError(f"{compiled.field}: the engine has been closed"))
 
     def _fail(self, compiled: _Compiled, error: UsageError) -> None:
         with self._answers:
@@ -320,7 +328,7 @@ class Grammars:
             first = llguidance.LLMatcher(tokenizer, compiled.source, log_level=0, limits=limits)
             mask = self._timed(compiled, lambda: _mask(first))
         except BaseException as error:  # a panic in llguidance is no Exception
-            self._fail(compiled, _error_of(error))
+            self._fail(compiled, _error_of(error, compiled.field))
             return
         with self._answers:
             if compiled.ready.done():
@@ -356,7 +364,7 @@ class Grammars:
                 self._answers.notify_all()
         except BaseException as error:  # a panic in llguidance is no Exception
             with self._answers:
-                state.error = _error_of(error)
+                state.error = _error_of(error, compiled.field)
                 self._answers.notify_all()
 
     @staticmethod
@@ -389,12 +397,12 @@ def _mask(matcher: Any) -> bytes:
     return mask
 
 
-def _error_of(error: BaseException) -> UsageError:
+def _error_of(error: BaseException, field: str) -> UsageError:
     """Return the error of a request; llguidance adds lines about its own state."""
     text = str(error)
     if text.startswith("NoExtension"):
         text = "no text follows this grammar; a $ref may refer to itself, or rules may exclude each other"
-    return UsageError(f"response_format: {text.splitlines()[0][:400] if text else 'the grammar cannot be used'}")
+    return UsageError(f"{field}: {text.splitlines()[0][:400] if text else 'the grammar cannot be used'}")
 
 
 def _lower_priority(nice: int) -> None:

@@ -23,9 +23,11 @@ ATTEMPTS = 6
 @pytest.fixture(scope="module")
 def served(make_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder: Path = make_llama(tmp_path_factory.mktemp("fair") / "m", max_position_embeddings=4096)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools | length if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
     engine = Engine(folder, EngineOptions(dtype="float32", kv_cache_memory=32 << 20, max_num_seqs=16))
-    with running(engine) as client:
+    with running(engine, max_prompt_characters=4 << 20) as client:
         client.complete("x", max_tokens=1, response_format={"type": "json_object"})
         yield client
 
@@ -75,13 +77,41 @@ def grammar(letter: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
+def hostile(letter: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{letter}{{1000000000}}$"}}}
+
+
+def tool(number: int, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+
+
+def calls(count: int, size: int) -> bytes:
+    """Return a body with old calls whose arguments are long lists."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": [1] * size})}}
+    messages = [{"role": "user", "content": "x"}, *({"role": "assistant", "tool_calls": [call]} for _ in range(count))]
+    return json.dumps({"model": MODEL, "messages": messages}).encode()
+
+
 #: A body of two million token ids; written beforehand, because that holds up the threads of this process too.
 MANY_IDS = json.dumps({"model": MODEL, "prompt": [1] * 2_000_000}).encode()
+OLD_CALLS = calls(500, 1000)
+#: Schemas of half a megabyte together, and of a megabyte in one.
+WORDS = {"enum": [f"word {n} " + "and " * 12 for n in range(55)]}
+TOOLS = [tool(number, {"type": "object", "properties": {"a": WORDS}}) for number in range(128)]
+LARGE = tool(0, {"type": "object", "properties": {f"p{n}": {"const": f"{n} " + "word " * 60} for n in range(3000)}})
 ATTACKS: dict[str, Callable[[Client], list[Any]]] = {
     "grammar": lambda client: [client.complete(["a", "b"], n=4, max_tokens=3, response_format=grammar("a"))],
     "tokenizing": lambda client: at_once(2, lambda _: client.complete("word and " * 14_000, max_tokens=1)),
     "token ids": lambda client: [client.post("/v1/completions", MANY_IDS)],
     "template": lambda client: at_once(2, lambda _: client.chat("word and " * 14_000, max_tokens=1)),
+    "tools": lambda client: at_once(
+        2, lambda n: client.chat("x", tools=TOOLS[n:], tool_choice="required", max_tokens=1)
+    ),
+    "a large schema": lambda client: [client.chat("x", tools=[LARGE], tool_choice="required", max_tokens=3)],
+    "a hostile schema": lambda client: [
+        client.chat("x", tools=[tool(0, hostile("a")), tool(1, hostile("b"))], tool_choice="required", max_tokens=3)
+    ],
+    "old calls": lambda client: [client.post("/v1/chat/completions", OLD_CALLS)],
     "echo with logprobs": lambda client: [client.complete([[5] * 300] * 2, echo=True, logprobs=20, max_tokens=1)],
     "stop strings": lambda client: at_once(
         2, lambda _: client.complete(n=2, max_tokens=60, ignore_eos=True, stop=["x" * 255 + str(i) for i in range(16)])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,7 +15,8 @@ from fake_engine import INFO, FakeEngine
 from pydantic import BaseModel
 from serving import MODEL, Client, running
 
-from minifloat.engine import Thinking
+from minifloat.engine import Engine, EngineOptions, Thinking
+from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.client import ChatClient, chat
 
 #: A small form of Qwen3's template.
@@ -127,8 +129,9 @@ def test_the_parse_helper_reads_the_arguments(tokenizer: Any) -> None:
         b: int
 
     tool = openai.pydantic_function_tool(Add, name="add")
-    with saying(tokenizer, CALL) as (sdk, _, _):
+    with saying(tokenizer, CALL) as (sdk, _, engine):
         parsed = sdk.chat.completions.parse(model=MODEL, messages=USER, tools=[tool])
+        assert engine.requests[-1].params.grammar is not None, "the helper makes tools strict"
     (call,) = parsed.choices[0].message.tool_calls or ()
     assert call.function.parsed_arguments == Add(a=1, b=2)
 
@@ -345,8 +348,8 @@ def _call(**fields: Any) -> Any:
         ({"messages": [{"role": "tool", "content": "3"}]}, "messages[0]", "tool_call_id"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0]", "content"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0]", "reasoning"),
-        ({"messages": _call(function={"name": "add", "arguments": "[1"})}, "messages[1].tool_calls[0]", "JSON text"),
-        ({"messages": _call(function={"name": "add", "arguments": '"' * 9})}, "messages[1].tool_calls[0]", "JSON text"),
+        ({"messages": _call(function={"name": "add", "arguments": "[1"})}, "messages", "JSON text"),
+        ({"messages": _call(function={"name": "add", "arguments": "[" * 9999})}, "messages", "JSON text"),
         ({"messages": _call(type="custom")}, "messages[1].tool_calls[0].type", "function"),
         ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role", "tool"),
         ({"continue_final_message": True}, "messages", "no text of an assistant"),
@@ -398,3 +401,34 @@ def test_minifloat_chat_shows_thinking_and_does_not_send_it_back(tokenizer: Any)
         second = str(tokenizer.decode(engine.requests[1].prompt))
     assert "".join(shown).count("(Hm.)\nYes.\n") == 2
     assert second == "user: one</s>assistant: Yes.</s>user: two</s>assistant: "
+
+
+# ------------------------------------------------------------------------------------------------- a real engine
+
+
+def test_an_agent_of_ten_turns_computes_only_new_tokens(make_llama: Any, tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m", max_position_embeddings=8192)
+    engine = Engine(folder, EngineOptions(dtype="float32", kv_cache_memory=32 << 20, max_num_seqs=4))
+    digits = {"type": "integer", "enum": list(range(10))}
+    schema = {"type": "object", "properties": {"a": digits, "b": digits}, "required": ["a", "b"]}
+    schema |= {"additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": schema}}
+    messages: Any = [{"role": "system", "content": "Add numbers. " * 20}, *USER]
+    computed = 0
+    with (
+        running(engine, chat_template=NO_THINKING) as client,
+        openai.OpenAI(base_url=f"{client.url}/v1", api_key="-", max_retries=0) as sdk,
+    ):
+        for turn in range(10):
+            answer = sdk.chat.completions.create(
+                model=MODEL, messages=messages, tools=[tool], tool_choice="required", parallel_tool_calls=False
+            )  # type: ignore[call-overload]
+            message, usage = answer.choices[0].message, answer.usage
+            (call,) = message.tool_calls
+            numbers = json.loads(call.function.arguments)
+            result = f"Result {turn}: {numbers['a'] + numbers['b']}"
+            messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+            cached = usage.prompt_tokens_details.cached_tokens
+            assert cached >= (computed - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            computed = usage.prompt_tokens + usage.completion_tokens
+    assert cached / usage.prompt_tokens > 0.95

@@ -159,15 +159,12 @@ class ControlTokens:
 
     def mark(self, value: Any) -> Any:
         """Return a value with marks around the control tokens in all its texts; marks that it has are dropped."""
-        match value:
-            case str():
-                return self._control.sub(f"{_START}\\g<0>{_END}", without_marks(value))
-            case Mapping():
-                # a name that an identifier could be is what templates look up
-                return {k if str(k).isidentifier() else self.mark(k): self.mark(v) for k, v in value.items()}
-            case list() | tuple():
-                return [self.mark(item) for item in value]
-        return value
+        if isinstance(value, str):
+            return self._control.sub(f"{_START}\\g<0>{_END}", without_marks(value))
+        if isinstance(value, dict):
+            # a name that an identifier could be is what templates look up
+            return {k if str(k).isidentifier() else self.mark(k): self.mark(v) for k, v in value.items()}
+        return list(map(self.mark, value)) if isinstance(value, list | tuple) else value
 
     def encode(
         self,
@@ -315,7 +312,7 @@ def chat_prompt(
         )
     except Exception as error:  # the template cannot be parsed
         raise ChatTemplateError(f"the chat template is not valid: {error}") from error
-    marked = [control.mark(message) for message in messages]
+    marked = [control.mark(dict(message)) for message in messages]
     text = apply_chat_template(tokenizer, marked, chat_template=template, **control.mark(arguments))
     try:
         tokens = control.encode(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from minifloat.engine import TokenLogprob, TokenUsage
@@ -71,12 +71,6 @@ class CalledFunction(Strict):
     name: ToolName
     arguments: Text
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, text: str) -> str:
-        read_arguments(text)
-        return text
-
 
 class ToolCall(Strict):
     """A call in an assistant's message."""
@@ -86,8 +80,11 @@ class ToolCall(Strict):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        try:
+            arguments = read_arguments(self.function.arguments)
+        except ValueError as error:
+            raise invalid(f"messages: the arguments of the call {self.id!r}: {error}", "messages") from error
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(Strict):
@@ -561,6 +558,5 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         logprobs=body.logprobs,
         with_usage=body.wants_usage,
     )
-    return await respond_to(
-        body.conversation(), body.sampling(), writer, service=service, caller=request, stream=body.stream
-    )
+    conversation = await service.prompts.run_in_thread(body.conversation)  # long arguments of calls are parsed
+    return await respond_to(conversation, body.sampling(), writer, service=service, caller=request, stream=body.stream)

@@ -8,6 +8,7 @@ number, a boolean is no integer. Lists and texts are bounded here, so that nothi
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -169,24 +170,22 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-def check_size(schema: Any) -> None:
-    """Refuse a schema that is too large or too deep to be compiled into a grammar, or is not Unicode."""
-    nodes, level = 0, [schema]
+def check_size(value: Any) -> None:
+    """Refuse a value that is too large or too deep for grammars and templates, or is not Unicode."""
+    nodes, level = 0, [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         nodes += len(level)
         if not level:
             return
         if nodes > MAX_SCHEMA_NODES:
-            raise ValueError(f"the schema has more than {MAX_SCHEMA_NODES} values")
-        for node in level:
-            is_unicode(list(node) if isinstance(node, dict) else node)
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-    raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+            raise ValueError(f"it has more than {MAX_SCHEMA_NODES} values")
+        objects = [node for node in level if isinstance(node, dict)]
+        lists = [node for node in level if isinstance(node, list)]
+        for texts in ([node for node in level if isinstance(node, str)], *objects):
+            if _SURROGATE.search("".join(texts)):
+                raise ValueError(NOT_UNICODE)
+        level = [*chain.from_iterable(each.values() for each in objects), *chain.from_iterable(lists)]
+    raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")
 
 
 def grammar_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Grammar | None:

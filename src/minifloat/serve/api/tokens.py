@@ -70,7 +70,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
     service = service_of(request)
     service.check_model(body.model)
     if body.messages is not None:
-        tokens = (await service.prompts.encode_chat(body.conversation_of(body.messages))).prompt
+        conversation = await service.prompts.run_in_thread(body.conversation_of, body.messages)
+        tokens = (await service.prompts.encode_chat(conversation)).prompt
     else:
         tokens = await service.prompts.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens, may_be_empty=True

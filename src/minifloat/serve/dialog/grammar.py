@@ -52,7 +52,7 @@ def call_grammar(format: DialogFormat, conversation: Conversation, prompt_end: s
         opened = opens_thinking(format, prompt_end, conversation.continues)
         may_think = conversation.thinking.enabled is not False
         rest = writer.thinking(opened, may_think) + " " + writer.answer(calls, answer, required)
-    return Grammar(writer.rules.source(rest))
+    return Grammar(writer.rules.source(rest), own.field if own is not None else "tools")
 
 
 class _Writer:

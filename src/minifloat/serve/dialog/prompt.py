@@ -18,6 +18,7 @@ from minifloat.errors import ChatTemplateError, UsageError
 from minifloat.model.runtime.templates import apply_chat_template, chat_prompt, constants, names, template_of
 from minifloat.serve.dialog.conversation import Conversation
 from minifloat.serve.dialog.formats import DialogFormat, find_format, opens_thinking
+from minifloat.serve.dialog.grammar import call_grammar
 from minifloat.serve.dialog.parser import AnswerParser
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Dialog:
         if not self.is_parsed:
             return {"grammar": self.conversation.grammar}
         return {
-            "grammar": self.conversation.grammar,
+            "grammar": call_grammar(self.format, self.conversation, self.end),
             "visible": frozenset(self.format.tokens.values()),
             "thinking": self._thinking(),
         }

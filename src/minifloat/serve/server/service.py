@@ -8,8 +8,9 @@ short ones do not wait for them.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,8 +87,12 @@ class Prompts:
 
     async def encode_chat(self, conversation: Conversation) -> Dialog:
         """Return a conversation with its prompt."""
-        size = sum(map(_characters, (conversation.messages, conversation.documents, conversation.variables)))
-        size += sum(_characters(tool.for_template()) for tool in conversation.tools)
+        messages = conversation.messages
+        size = sum(len(message.get(name) or "") for message in messages for name in ("content", "reasoning_content"))
+        others = [message.get("tool_calls") for message in messages]
+        others += [conversation.documents, dict(conversation.variables)]
+        others += [tool.for_template() for tool in conversation.tools]
+        size += sum(len(json.dumps(other, ensure_ascii=False)) for other in others if other)
         if size > self._max_characters:
             raise UsageError(
                 f"messages: with tools and documents they have {size} characters; at most {self._max_characters} "
@@ -107,18 +112,6 @@ class Prompts:
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         name = self._tokenizer.convert_ids_to_tokens
         return await self._run(self._thread_for(len(tokens)), lambda: [str(name(token)) for token in tokens])
-
-
-def _characters(value: Any) -> int:
-    """Return the number of characters of all texts in a value, at least one for anything else."""
-    match value:
-        case str():
-            return len(value)
-        case Mapping():
-            return sum(_characters(key) + _characters(item) for key, item in value.items())
-        case list() | tuple():
-            return sum(map(_characters, value))
-    return 1
 
 
 #: Commas in a body. Parsing JSON is one call, during which no other Python code runs: 50 ns for each small number.
