@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from minifloat.errors import UsageError
@@ -92,3 +94,27 @@ def test_the_end_of_a_prompt_opens_the_thinking() -> None:
     assert not opens_thinking(form, "<think> so")
     assert opens_thinking(form, "<think> so", continues=True)
     assert not opens_thinking(find_format("<tool_call>", {}), "<think>")
+
+
+def table() -> str:
+    """Return the table of formats as the documentation has it."""
+    lines = ["| name | models | a call begins with | arguments | several calls |", "|---|---|---|---|---|"]
+    for form in FORMATS:
+        several = "in one frame" if form.separator is not None else "no" if form.channels else "each in its own"
+        begin = (
+            "a list or an object"
+            if form.bare
+            else f"`` {(*form.begin, '<|channel|>commentary to=functions.')[0].strip()} ``"
+        )
+        arguments = "json" if form.channels else form.arguments
+        lines.append(
+            f"| `{form.name}` | {form.models} | {begin} | {arguments} | {several} |".replace("<|", "<\\|").replace(
+                "|>", "\\|>"
+            )
+        )
+    return "\n".join(lines)
+
+
+def test_the_documentation_has_every_format() -> None:
+    page = Path(__file__).parents[3] / "docs" / "tool-formats.md"
+    assert table() in page.read_text(encoding="utf-8")

@@ -47,7 +47,7 @@ def call_grammar(format: DialogFormat, conversation: Conversation, prompt_end: s
     calls = writer.calls([(tool, tool.parameters if required or tool.strict else _ANY) for tool in tools])
     answer = None if own is None else writer.rules.other(own.source)
     if format.channels:
-        rest = writer.messages(calls, answer, required, prompt_end)
+        rest = writer.messages(calls, answer, required)
     else:
         opened = opens_thinking(format, prompt_end, conversation.continues)
         may_think = conversation.thinking.enabled is not False
@@ -83,13 +83,13 @@ class _Writer:
             return one_of(frame, answer) if frame else answer
         if self.format.bare:  # a text that does not begin like a call
             return one_of(frame, self.rules.add(r"/([^\[{\s](.|\n)*)?/"))
-        begin, *_ = self.format.begin
-        rest = self.frame(calls, begun=True)
-        item = self.rules.add(f"{self.rules.until(begin, self.format.tokens)} {rest}")
-        text = self.rules.add(TEXT)
+        items = [
+            f"{self.rules.until(begin, self.format.tokens)} {self.frame(calls, begin)}" for begin in self.format.begin
+        ]
+        item, text = self.rules.add(one_of(*items)), self.rules.add(TEXT)
         return f"{item}* {text}" if self.parallel else one_of(item, text)
 
-    def messages(self, calls: Sequence[str], answer: str | None, required: bool, prompt_end: str) -> str:
+    def messages(self, calls: Sequence[str], answer: str | None, required: bool) -> str:
         """Return the expression of gpt-oss's messages, after the header that the prompt has begun."""
         text, end = self.text, self.rules.until("<|end|>", self.format.tokens)
         following = f"{end} {text('<|start|>assistant')}"
@@ -102,23 +102,30 @@ class _Writer:
 
     # --------------------------------------------------------------------------- the calls
 
-    def frame(self, calls: Sequence[str], begun: bool = False) -> str:
-        """Return the expression of calls, with what begins and ends them; `begun`: its beginning is written."""
-        format, call = self.format, self.rules.add(one_of(*calls))
-        begin = "" if begun or format.bare else self.text(format.begin[0])
+    def frame(self, calls: Sequence[str], begun: str | None = None) -> str:
+        """Return the expression of calls, with what begins and ends them; `begun`: what is written of it already."""
+        format = self.format
+        begin, opened = self.text(format.begin[0]), self.text(format.open[0])
+        call = self.rules.add(f"{opened} {one_of(*calls)}")
         gap = self.text(format.gap)  # apart, because the lexer never goes back to a shorter literal
-        first, last = f"{gap} {self.text('[' * format.list)}", self.text("]" * format.list)
-        if not format.bare:
-            last = f"{last} {gap} {self.text(format.end)}"
-        if format.separator is not None:
-            more = f"({self.text(format.separator)} {call})*" if self.parallel else ""
-            return f"{begin} {first} {call} {more} {last}"
-        whole = f"{first} {call} {last}"
-        if not self.parallel or begun:
-            return f"{begin} {whole}"
-        return f'{begin} {whole} ("\\n"? {self.text(format.begin[0])} {whole})*'
+        last = (
+            self.text("]" * format.list)
+            if format.bare
+            else f"{self.text(']' * format.list)} {gap} {self.text(format.end)}"
+        )
+        more = (
+            f"({self.text(format.separator or '')} {call})*" if format.separator is not None and self.parallel else ""
+        )
+        if begun is not None and begun in format.open:
+            return f"{one_of(*calls)} {more} {last}"
+        whole = f"{gap} {self.text('[' * format.list)} {call} {more} {last}"
+        if begun is not None or format.bare:
+            return whole
+        again = f'("\\n"? {begin} {whole})*' if format.separator is None and self.parallel else ""
+        return f"{begin} {whole} {again}"
 
     def calls(self, tools: Sequence[tuple[Tool, Mapping[str, Any]]]) -> list[str]:
+        """Return the expressions of calls after what opens them."""
         names, size = [], 0
         for tool, schema in tools:
             call = self._call(tool, schema)
@@ -138,7 +145,7 @@ class _Writer:
         if format.channels:
             return f"{self.text(f'{tool.name} <|constrain|>json<|message|>')} {json_value(schema)}"
         number = " /:[0-9]{1,3}/ " if format.numbered else ""
-        before = f"{self.text(format.open[0] + tool.name)}{number}"
+        before = f"{self.text(tool.name)}{number}"
         arguments = {
             "json": lambda: f"{self.text(format.name_end[0])} {json_value(schema)}",
             "elements": lambda: self._elements(tool, schema),
@@ -298,10 +305,22 @@ def _checked(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f'tools: {tool.name}: parameters: expected "type": "object", got {schema["type"]!r}')
     schema = {**schema, "type": "object"}
     try:
+        reason = _refusal(json.dumps(schema))
+    except (RecursionError, TypeError, ValueError) as error:
+        reason = f"not JSON, or nested too deep: {error}"
+    if reason:
+        raise UsageError(f"tools: {tool.name}: parameters: {reason}")
+    return schema
+
+
+@functools.lru_cache(maxsize=256)  # the turns of a dialog have the same tools
+def _refusal(schema: str) -> str:
+    """Return why no grammar can be made of a schema; empty: one can."""
+    try:
         Grammar.json_schema(schema).check()
     except UsageError as error:
-        raise UsageError(f"tools: {tool.name}: parameters: {error}") from error
-    return schema
+        return str(error)
+    return ""
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
