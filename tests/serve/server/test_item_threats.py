@@ -1,13 +1,15 @@
-"""The attacks of test_threats.py on the APIs whose requests are items: Responses and Messages."""
+"""The attacks of test_threats.py, and the prefix cache, with requests of items: Responses and Messages."""
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from agents import TEMPLATE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import MODEL, Answer, Client, running
@@ -48,6 +50,23 @@ def test_very_many_or_very_large_tools_are_refused_at_once(
     answer = ask(client, tools=tools(ask, schemas))
     assert (answer.status, "tools: " in answer.json["error"]["message"]) == (400, True), answer.body
     assert time.monotonic() - started < 2
+
+
+@both
+def test_a_model_of_random_weights_calls_with_valid_arguments(tiny: Engine, ask: Ask) -> None:
+    word = {"type": "object", "properties": {"word": {"enum": ["yes", "no"]}}, "required": ["word"]}
+    schema = word | {"additionalProperties": False}
+    with running(tiny, chat_template=TEMPLATE) as client:
+        for number in range(5):
+            fields: dict[str, Any] = {"max_tokens": 200, "thinking": {"type": "disabled"}}
+            if ask is respond:
+                fields = {"max_output_tokens": 200, "reasoning": {"effort": "none"}, "parallel_tool_calls": False}
+            one = {"type": "any", "disable_parallel_tool_use": True} if ask is message else "required"
+            answer = ask(client, tools=tools(ask, [schema] * 3, strict=number % 2 == 0), tool_choice=one, **fields).json
+            (call,) = answer["content"] if ask is message else answer["output"]
+            assert call["name"] in ("f0", "f1", "f2")
+            arguments = call["input"] if ask is message else json.loads(call["arguments"])
+            assert arguments in ({"word": "yes"}, {"word": "no"})
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -131,3 +150,26 @@ def test_a_cached_prefix_is_shared_only_by_requests_with_the_same_key(tiny: Engi
         assert cached(KEY) == 0
         assert cached(KEY) > 0
         assert cached(OTHER_KEY) == 0
+
+
+@both
+def test_a_turn_computes_what_is_new_although_a_system_message_is_added_to_each(tiny: Engine, ask: Ask) -> None:
+    """As Claude Code does it: folded into the turn before it, it leaves the beginning of the prompt as it was."""
+    name = "messages" if ask is message else "input"
+    turns: list[dict[str, Any]] = []
+    before = 0
+    with running(tiny) as client:
+        for number in range(4):
+            turns += [
+                {"role": "user", "content": f"question {number} of a user who has many of them"},
+                {"role": "system", "content": f"note {number}"},
+            ]
+            usage = ask(client, **{name: turns}).json["usage"]
+            if ask is message:
+                cached = usage["cache_read_input_tokens"]
+                prompt = usage["input_tokens"] + cached
+            else:
+                prompt, cached = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+            assert cached >= before - 32, "all but the last blocks"
+            before = prompt
+            turns.append({"role": "assistant", "content": "an answer"})

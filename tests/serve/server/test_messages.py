@@ -443,6 +443,14 @@ def test_the_sdk_parses_an_answer_that_follows_a_schema(tokenizer: Any) -> None:
     assert engine.requests[0].params.grammar is not None
 
 
+def test_the_last_text_of_the_assistant_is_continued(tokenizer: Any) -> None:
+    engine = saying(tokenizer, [" yes"])
+    with running(engine, chat_template=TEMPLATE) as client:
+        body = {"model": MODEL, "max_tokens": 9, "messages": [*HELLO, {"role": "assistant", "content": "He said"}]}
+        assert client.post("/v1/messages", body).json["content"] == [{"type": "text", "text": " yes"}]
+    assert tokenizer.decode(engine.requests[0].prompt).endswith("assistant: He said")
+
+
 def test_a_count_of_tokens_refuses_what_only_answers_have() -> None:
     with pytest.raises(ValidationError, match="max_tokens"):
         CountTokensRequest.model_validate({"model": MODEL, "messages": HELLO, "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""The ASGI application that serves an engine through OpenAI's API: `create_app` to embed it, `serve` to run it."""
+"""The ASGI application that serves an engine through several APIs: `create_app` to embed it, `serve` to run it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app = FastAPI(
         title="minifloat",
         version=__version__,
-        description="A language model behind OpenAI's API.",
+        description="A language model behind OpenAI's and Anthropic's APIs.",
         lifespan=lifespan,
         docs_url=None,  # FastAPI's documentation pages load scripts from other hosts
         redoc_url=None,
