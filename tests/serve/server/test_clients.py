@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,6 +126,60 @@ def test_openai_gets_json_that_follows_a_schema(sdk: openai.OpenAI) -> None:
         )
         if answer.choices[0].finish_reason == "stop":  # a model with random weights may fill its context with blanks
             assert set(json.loads(answer.choices[0].message.content or "")) == {"ok", "size"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{3}c"}}, "[ab]{3}c"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"json": {"enum": [1, 2]}}}, "[12]"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/'}}, "x[0-9]"),
+        ({"guided_grammar": 'root ::= "x" [0-9]'}, "x[0-9]"),
+        ({"guided_regex": "[ab]{3}c"}, "[ab]{3}c"),
+        ({"guided_choice": ["yes", "no"], "response_format": {"type": "text"}}, "yes|no"),
+        ({"guided_json": '{"enum": [1, 2]}'}, "[12]"),
+    ],
+    ids=json.dumps,
+)
+def test_an_answer_follows_the_rules_that_vllm_names(sdk: openai.OpenAI, rules: Any, pattern: str) -> None:
+    text = sdk.completions.create(model=MODEL, prompt="x", max_tokens=20, extra_body=rules).choices[0].text
+    assert re.fullmatch(pattern, text)
+    chat = sdk.chat.completions.create(model=MODEL, messages=USER, max_tokens=20, extra_body=rules)
+    assert re.fullmatch(pattern, chat.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    ("rules", "param"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"guided_regex": "(["}, "guided_regex"),
+        ({"guided_grammar": "start: ["}, "guided_grammar"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {"type": 3}}, "guided_json"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<f"], "structures": []}}, "response_format"),
+    ],
+    ids=json.dumps,
+)
+def test_rules_that_cannot_be_followed_are_refused_by_name(sdk: openai.OpenAI, rules: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.completions.create(model=MODEL, prompt="x", max_tokens=20, extra_body=rules)
+    assert str(refused.value.param).startswith(param)
+
+
+def test_a_trigger_goes_on_as_a_structure(sdk: openai.OpenAI) -> None:
+    tag = {"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"}
+    format: Any = {"type": "structural_tag", "structures": [tag], "triggers": ["<f"]}
+    bias = {str(ord(letter) - 33): 100 for letter in "<f"}  # a token for each byte
+    for seed in range(3):
+        answer = sdk.completions.create(
+            model=MODEL, prompt="x", max_tokens=60, seed=seed, logit_bias=bias, extra_body={"response_format": format}
+        )
+        text = answer.choices[0].text
+        assert "<f" in text
+        assert re.search(r"<f(?!>[12]</f>|$|>$|>[12]$|>[12]<|>[12]</)", text) is None
 
 
 def test_openai_raises_its_own_errors(real: Client, sdk: openai.OpenAI) -> None:

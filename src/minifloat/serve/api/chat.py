@@ -23,7 +23,6 @@ from minifloat.serve.api.fields import (
     Strict,
     Unicode,
     check_size,
-    grammar_of,
     implies,
     one_of,
 )
@@ -290,6 +289,11 @@ class ChatCompletionRequest(ChatFields, SamplingRequest):
     top_logprobs: Alternatives | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = Field(default=True, description="Whether an answer may have several calls.")
+    store: Literal[False] | None = Field(default=None, description="Has no effect: nothing is stored.")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(default=None, description="Has no effect.")
+    service_tier: Literal["auto", "default"] | None = Field(default=None, description="Has no effect.")
+    prompt_cache_key: str | None = Field(default=None, max_length=512, description="Has no effect.")
+    safety_identifier: str | None = Field(default=None, max_length=512, description="Has no effect.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     max_reasoning_tokens: Natural | None = Field(
         default=None, description="Tokens of the thinking, after which it is ended."
@@ -317,7 +321,7 @@ class ChatCompletionRequest(ChatFields, SamplingRequest):
                 effort=EFFORTS.get(self.reasoning_effort or ""),
                 budget=self.max_reasoning_tokens,
             ),
-            grammar=grammar_of(self.response_format),
+            grammar=self.grammar(),
         )
         check_tools(conversation.tools, conversation.choice)
         return conversation

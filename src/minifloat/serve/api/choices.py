@@ -7,28 +7,34 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WrapValidator, model_validator
 
 from minifloat._version import __version__
-from minifloat.engine import TokenUsage
+from minifloat.engine import Grammar, TokenUsage
 from minifloat.engine.sampling import MAX_STOPS
+from minifloat.errors import UsageError
 from minifloat.serve.api.answers import CollectedAnswer, Piece, Writer
 from minifloat.serve.api.fields import (
     Choices,
     Count,
+    JsonObjectFormat,
+    JsonSchemaFormat,
     LogitBias,
     Natural,
-    ResponseFormat,
     Seed,
     Stop,
     Strict,
+    TextFormat,
     Token,
     TopK,
+    Unicode,
     whole,
 )
+from minifloat.serve.api.items import Json, Text
 from minifloat.serve.api.sampling import Sampling
 from minifloat.serve.server.errors import FieldError
 
@@ -42,6 +48,55 @@ _UNSUPPORTED = {
     "modalities": "only text is supported by this server",
     "chat_template": "a template in a request is refused; start the server with --chat-template",
 }
+
+
+class Structure(Strict):
+    """What stands in a text where it begins: JSON of a schema, and what ends it."""
+
+    begin: Annotated[str, Field(min_length=1, max_length=256)]
+    schema_: Json = Field(alias="schema")
+    end: Annotated[str, Field(max_length=256)] = ""
+
+
+class StructuralTagFormat(Strict):
+    """Format of the answer: free text in which a trigger goes on as a structure, as in vLLM."""
+
+    type: Literal["structural_tag"]
+    structures: Annotated[list[Structure], Field(min_length=1, max_length=128)]
+    triggers: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=128)]
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+]
+
+
+#: Kinds of rules by vLLM's names.
+_RULES: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.lark,
+    "json_object": lambda _: Grammar.json_object(),
+}
+Schema = Json | Text
+Texts = Annotated[list[str], Field(max_length=1024), Unicode]
+
+
+class StructuredOutputs(Strict):
+    """Rules that the answer follows, as vLLM names them; one of them."""
+
+    json_: Schema | None = Field(default=None, alias="json", description="JSON schema.")
+    regex: Text | None = None
+    choice: Texts | None = None
+    grammar: Text | None = Field(default=None, description="Lark of llguidance, or GBNF.")
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> StructuredOutputs:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError(f"expected one of {', '.join(_RULES)}")
+        return self
 
 
 class StreamOptions(Strict):
@@ -73,6 +128,11 @@ class SamplingRequest(Strict):
     include_stop_str_in_output: bool = False
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="Rules of other kinds.")
+    guided_json: Schema | None = Field(default=None, description="An older name of structured_outputs.json.")
+    guided_regex: Text | None = Field(default=None, description="An older name of structured_outputs.regex.")
+    guided_choice: Texts | None = Field(default=None, description="An older name of structured_outputs.choice.")
+    guided_grammar: Text | None = Field(default=None, description="An older name of structured_outputs.grammar.")
     cache_salt: str | None = Field(
         default=None, min_length=1, max_length=256, description="Requests share cached prefixes only with their salt."
     )
@@ -93,6 +153,30 @@ class SamplingRequest(Strict):
             raise FieldError("stream_options", "it is for streams only; set stream: true")
         return self
 
+    def grammar(self) -> Grammar | None:
+        """Return the rules of the answer.
+
+        Raises:
+            UsageError: If they cannot be used; the message begins with the field's name.
+        """
+        guided = {f"guided_{kind}": (kind, getattr(self, f"guided_{kind}", None)) for kind in _RULES}
+        found: dict[str, tuple[str, Any]] = {name: rules for name, rules in guided.items() if rules[1] is not None}
+        if self.structured_outputs is not None:
+            (found["structured_outputs"],) = self.structured_outputs.model_dump(
+                by_alias=True, exclude_none=True
+            ).items()
+        if self.response_format is not None and not isinstance(self.response_format, TextFormat):
+            found["response_format"] = ("", self.response_format)
+        if not found:
+            return None
+        (name, (kind, rules)), *others = found.items()
+        if others:
+            raise UsageError(f"{name}: {others[0][0]} states rules too; give one of them")
+        try:
+            return replace(_RULES[kind](rules) if kind else _grammar_of(rules), field=name)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from error
+
     def _sampling(self, **others: Any) -> Sampling:
         """Return the internal form of the fields here, and of those that differ."""
         stop = self.stop or []
@@ -109,6 +193,16 @@ class SamplingRequest(Strict):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+def _grammar_of(format: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat) -> Grammar:
+    match format:
+        case JsonSchemaFormat():
+            return Grammar.json_schema(format.json_schema.schema_)
+        case StructuralTagFormat():
+            structures = [(each.begin, each.schema_, each.end) for each in format.structures]
+            return Grammar.structural_tag(format.triggers, structures)
+    return Grammar.json_object()
 
 
 #: Fields of requests that the internal form has under the same names.

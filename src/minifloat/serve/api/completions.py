@@ -13,7 +13,7 @@ from starlette.responses import Response
 from minifloat.engine import TokenLogprob
 from minifloat.serve.api.answers import CollectedAnswer, FinishReason, Piece
 from minifloat.serve.api.choices import AnswerBody, ChoiceWriter, SamplingRequest, Usage, finite
-from minifloat.serve.api.fields import Alternatives, Natural, Prompt, grammar_of, implies
+from minifloat.serve.api.fields import Alternatives, Natural, Prompt, implies
 from minifloat.serve.api.respond import respond
 from minifloat.serve.api.sampling import Sampling
 from minifloat.serve.server.errors import FieldError
@@ -66,7 +66,7 @@ class CompletionRequest(SamplingRequest):
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
             must_fit="max_tokens" in self.model_fields_set,
-            grammar=grammar_of(self.response_format),
+            grammar=self.grammar(),
         )
 
 
@@ -223,4 +223,5 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         with_usage=body.wants_usage,
         as_ids=body.return_tokens_as_token_ids,
     )
-    return await respond(prompts, body.sampling(), writer, service=service, caller=request, stream=body.stream)
+    sampling = await service.prompts.run_in_thread(body.sampling)
+    return await respond(prompts, sampling, writer, service=service, caller=request, stream=body.stream)

@@ -23,7 +23,6 @@ from pydantic import (
     field_validator,
 )
 
-from minifloat.engine import Grammar
 from minifloat.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 from minifloat.serve.server.errors import NOT_UNICODE
 
@@ -167,9 +166,6 @@ class JsonSchemaFormat(Strict):
     json_schema: NamedSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
 def check_size(value: Any) -> None:
     """Refuse a value that is too large or too deep for grammars and templates, or is not Unicode."""
     nodes, level = 0, [value]
@@ -186,14 +182,3 @@ def check_size(value: Any) -> None:
                 raise ValueError(NOT_UNICODE)
         level = [*chain.from_iterable(each.values() for each in objects), *chain.from_iterable(lists)]
     raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")
-
-
-def grammar_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Grammar | None:
-    """Return the grammar of a response format.
-
-    Raises:
-        UsageError: If a schema cannot be used.
-    """
-    if isinstance(response_format, JsonSchemaFormat):
-        return Grammar.json_schema(response_format.json_schema.schema_)
-    return Grammar.json_object() if isinstance(response_format, JsonObjectFormat) else None
