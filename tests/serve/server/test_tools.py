@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -409,10 +410,7 @@ def test_minifloat_chat_shows_thinking_and_does_not_send_it_back(tokenizer: Any)
 def test_an_agent_of_ten_turns_computes_only_new_tokens(make_llama: Any, tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "m", max_position_embeddings=8192)
     engine = Engine(folder, EngineOptions(dtype="float32", kv_cache_memory=32 << 20, max_num_seqs=4))
-    digits = {"type": "integer", "enum": list(range(10))}
-    schema = {"type": "object", "properties": {"a": digits, "b": digits}, "required": ["a", "b"]}
-    schema |= {"additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": schema}}
+    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": STRICT}}
     messages: Any = [{"role": "system", "content": "Add numbers. " * 20}, *USER]
     computed = 0
     with (
@@ -432,3 +430,65 @@ def test_an_agent_of_ten_turns_computes_only_new_tokens(make_llama: Any, tmp_pat
             assert cached >= (computed - 1) // BLOCK_TOKENS * BLOCK_TOKENS
             computed = usage.prompt_tokens + usage.completion_tokens
     assert cached / usage.prompt_tokens > 0.95
+
+
+HARMONY = (
+    "<|start|>system<|message|>{{ tools | length if tools }}<|end|>{% for m in messages %}<|start|>{{ m.role }}"
+    "<|message|>{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# the assistant writes <|channel|> #}"
+)
+DIGITS = {"type": "integer", "enum": list(range(10))}
+STRICT = {"type": "object", "properties": {"a": DIGITS, "b": DIGITS}, "required": ["a", "b"]}
+STRICT |= {"additionalProperties": False}
+
+
+@pytest.fixture
+def harmony(tokenizer: Any) -> Any:
+    """The tokenizer with gpt-oss's special tokens, within the vocabulary of the test's models."""
+    marked = copy.deepcopy(tokenizer)
+    names = ("start", "channel", "message", "constrain", "end", "call", "return")
+    marked.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    return marked
+
+
+def test_channels_of_gpt_oss_are_thinking_text_and_calls(harmony: Any) -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = f"{thought}<|channel|>final<|message|>Three."
+    call = f'{thought}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"a": 1, "b": 2}}'
+    for said, content, calls in ((final, "Three.", 0), (call, None, 1)):
+        with saying(harmony, said, HARMONY) as (_, client, engine):
+            card = client.get("/v1/models").json["data"][0]
+            assert (card["tool_format"], card["thinks"]) == ("harmony", True)
+            answer = client.chat("x", tools=[ADD]).json
+            visible = {harmony.decode([token]) for token in engine.requests[-1].params.visible}
+        message = answer["choices"][0]["message"]
+        assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"} <= visible
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", content)
+        assert len(message.get("tool_calls", ())) == calls
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3 + len("analysisHm.")}
+
+
+@pytest.mark.parametrize("name", ["think", "harmony"])
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_budget_ends_thinking_and_a_call_by_the_schema_follows(
+    tiny_folder: Path, tokenizer: Any, harmony: Any, name: str, budget: int
+) -> None:
+    template = TEMPLATE.replace("assistant: {% if enable", "assistant: <think>{% if enable")
+    template = HARMONY if name == "harmony" else template
+    engine = Engine(
+        tiny_folder,
+        EngineOptions(dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16),
+        tokenizer=harmony if name == "harmony" else tokenizer,
+    )
+    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": STRICT}}
+    with running(engine, chat_template=template, max_prompt_characters=1 << 20) as client:
+        for seed in range(3):
+            fields = {"max_reasoning_tokens": budget, "tool_choice": "required", "parallel_tool_calls": False}
+            answer = client.chat("x", tools=[tool], seed=seed, **fields).json
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "tool_calls", answer
+            (call,) = choice["message"]["tool_calls"]
+            assert set(json.loads(call["function"]["arguments"])) == {"a", "b"}
+            spent = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert spent == budget + len("\n</think>") if name == "think" else spent <= budget + len("analysis") + 5
