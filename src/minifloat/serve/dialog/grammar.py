@@ -22,6 +22,13 @@ from minifloat.serve.dialog.schemas import property_types, resolved
 #: Bytes of the rules of all calls.
 MAX_BYTES = 1 << 19
 MAX_DEPTH = 32
+#: What rules without quotes keep of a schema, and what only describes it.
+_KEPT = {
+    *("type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"),
+    *("anyOf", "oneOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("pattern", "minLength", "maxLength", "format", "$defs", "definitions", "title", "description", "default"),
+    *("examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment", "nullable", "strict"),
+}
 _ANY: dict[str, Any] = {"type": "object"}
 _KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 
@@ -145,6 +152,8 @@ class _Writer:
         if format.channels:
             return f"{self.text(f'{tool.name} <|constrain|>json<|message|>')} {json_value(schema)}"
         number = " /:[0-9]{1,3}/ " if format.numbered else ""
+        if format.arguments != "json":
+            schema = _rooted(schema, resolved(schema, schema))
         before = f"{self.text(tool.name)}{number}"
         arguments = {
             "json": lambda: f"{self.text(format.name_end[0])} {json_value(schema)}",
@@ -181,7 +190,7 @@ class _Writer:
         before = "" if first in (elements.open, format.end) else first
         begin = self.text(before if before.endswith("\n") else before + elements.gap)
         if not _properties(schema) and schema.get("additionalProperties") is not False:
-            any_key = self._element(elements, pattern(_KEY), self._text({}, self._value_end), text=True)
+            any_key = self._element(elements, pattern(_KEY), self._text({}, {}, self._value_end), text=True)
             return f"{begin} ({any_key})*"
         return f"{begin} {self._arguments(tool, schema, '', self._keyed)}"
 
@@ -195,9 +204,7 @@ class _Writer:
         elements, types = self.format.elements, property_types(root, key)
         assert elements is not None
         if not types or "string" in types:
-            return self._element(
-                elements, self.text(key), self._text(resolved(schema, root), self._value_end), text=True
-            )
+            return self._element(elements, self.text(key), self._text(root, schema, self._value_end), text=True)
         value = f"{json_value(_rooted(root, schema))} {self.text(self._value_end)}"
         return self._element(elements, self.text(key), value, text=False)
 
@@ -207,11 +214,17 @@ class _Writer:
         middle = self.text(elements.middle + typed + "\n" * elements.lines)
         return f"{self.text(elements.open)} {key} {middle} {value} {literal(elements.gap)}"
 
-    def _text(self, schema: Mapping[str, Any], end: str) -> str:
-        """Return the expression of a text without quotes, and of what ends it."""
+    def _text(self, root: Mapping[str, Any], schema: Any, end: str) -> str:
+        """Return the expression of a text without quotes, or JSON where it may be no text, and of what ends it."""
+        schema, after = resolved(schema, root), self.text(end)
+        choices = next((schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), None)
+        if choices is not None:
+            texts = [each for each in choices if _types(each, root) is None or "string" in (_types(each, root) or ())]
+            others = [f"{json_value(_rooted(root, each))} {after}" for each in choices if each not in texts]
+            return one_of(*(self._text(root, each, end) for each in texts), *others)
         if (values := _values(schema)) is not None:
-            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-            return f"{one_of(*map(self.text, texts))} {self.text(end)}"
+            written = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"{one_of(*map(self.text, written))} {after}"
         if not schema.keys() & {"pattern", "minLength", "maxLength"}:
             return self.rules.until(end, self.format.tokens)
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -221,13 +234,20 @@ class _Writer:
             front, back = "" if wanted.startswith("^") else "(?s:.*)", "" if wanted.endswith("$") else "(?s:.*)"
             parts[0] = pattern(f"{front}(?:{wanted.removeprefix('^').removesuffix('$')}){back}")
         without = f"~{pattern(f'(?s:.*){re.escape(end.strip())}(?s:.*)')}"
-        return f"{self.rules.add(' & '.join((*parts, without)), terminal=True)} {self.text(end)}"
+        text = f"{self.rules.add(' & '.join((*parts, without)), terminal=True)} {after}"
+        others = [each for each in schema["type"] if each != "string"] if isinstance(schema.get("type"), list) else []
+        return one_of(text, f"{json_value({**_rooted(root, schema), 'type': others})} {after}") if others else text
 
     def _value(self, tool: Tool, root: Mapping[str, Any], schema: Any, depth: int = 0) -> str:
         """Return the expression of a value as Python or Gemma writes it."""
         if depth > MAX_DEPTH:
             raise UsageError(f"tools: {tool.name}: parameters: nested deeper than {MAX_DEPTH}, or a $ref in a circle")
-        schema = resolved(schema, root)
+        reference, schema = isinstance(schema, Mapping) and "$ref" in schema, resolved(schema, root)
+        unknown = sorted(schema.keys() - _KEPT)
+        if (unknown or reference) and not self._is_gemma:
+            return json_value(_rooted(root, schema))  # Python reads JSON too
+        if unknown:
+            raise UsageError(f"tools: {tool.name}: parameters: {unknown[0]!r} is not possible in {self.format.name}")
         nested = functools.partial(self._value, tool, root, depth=depth + 1)
         if (values := _values(schema)) is not None:
             return one_of(*(self.text(self._written(value)) for value in values))
@@ -237,9 +257,12 @@ class _Writer:
         if choices is not None:
             return one_of(*(self.rules.add(nested(each)) for each in choices))
         comma, kind = self.text(self._comma), schema.get("type")
-        if kind == "array" and "items" in schema:
-            item = self.rules.add(nested(schema["items"]))
-            return f"{self.text('[')} ({item} ({comma} {item})*)? {self.text(']')}"
+        if kind == "array" and {"items", "minItems", "maxItems"} & schema.keys():
+            item = self.rules.add(nested(schema.get("items", {})))
+            return f"{self.text('[')} {_repeated(item, comma, schema)} {self.text(']')}"
+        if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping) and not _properties(schema):
+            each = self.rules.add(f"{self._any_key()} {nested(schema['additionalProperties'])}")
+            return f"{self.text('{')} {_repeated(each, comma, {})} {self.text('}')}"
         if kind == "object" and (_properties(schema) or schema.get("additionalProperties") is False):
             properties = _properties(schema)
             ordered = schema | {"properties": dict(sorted(properties.items())) if self._is_gemma else properties}
@@ -257,21 +280,25 @@ class _Writer:
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         if self._is_gemma:
-            return f"{self.text(self.format.quote)} {self._text(schema, self.format.quote)}"
+            return f"{self.text(self.format.quote)} {self._text({}, schema, self.format.quote)}"
         if schema.keys() & {"pattern", "minLength", "maxLength", "format"}:
             return json_value(schema)  # Python reads JSON's strings
         return self.rules.add(r"/'([^'\\\x00-\x1f]|\\['\"\\nrt])*'|\"([^\"\\\x00-\x1f]|\\['\"\\nrt])*\"/")
 
     def _any(self, kind: str) -> str:
         """Return the expression of any value, any object or any array."""
-        comma, key = self.text(self._comma), pattern(_KEY) if self._is_gemma else self._string({})
-        pair = f"{key} {self.text(':' if self._is_gemma else ': ')} any_value"
-        self.rules.named("any_object", f"{self.text('{')} ({pair} ({comma} {pair})*)? {self.text('}')}")
-        self.rules.named("any_array", f"{self.text('[')} (any_value ({comma} any_value)*)? {self.text(']')}")
+        comma = self.text(self._comma)
+        pairs, items = _repeated(f"{self._any_key()} any_value", comma, {}), _repeated("any_value", comma, {})
+        self.rules.named("any_object", f"{self.text('{')} {pairs} {self.text('}')}")
+        self.rules.named("any_array", f"{self.text('[')} {items} {self.text(']')}")
         words = (self.text(self._written(word)) for word in (True, False, None))
         number = json_value({"type": "number"})
         self.rules.named("any_value", one_of("any_object", "any_array", self._string({}), number, *words))
         return {"object": "any_object", "array": "any_array"}.get(kind, "any_value")
+
+    def _any_key(self) -> str:
+        key = pattern(_KEY) if self._is_gemma else self._string({})
+        return f"{key} {self.text(':' if self._is_gemma else ': ')}"
 
     @property
     def _is_gemma(self) -> bool:
@@ -293,6 +320,20 @@ class _Writer:
         if isinstance(value, dict):
             return f"{{{','.join(f'{key}:{self._written(item)}' for key, item in sorted(value.items()))}}}"
         return f"[{','.join(map(self._written, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def _repeated(item: str, comma: str, schema: Mapping[str, Any]) -> str:
+    """Return the expression of items with commas between them, as many as the schema of an array allows."""
+    low, high = schema.get("minItems", 0), schema.get("maxItems")
+    if high is not None and high < max(low, 1):
+        return ""
+    more = f"({comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+    return f"({item} {more})" if low else f"({item} {more})?"
+
+
+def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the JSON types of a schema; None: it does not say."""
+    return property_types({**_rooted(root, {}), "properties": {"it": schema}}, "it") or None
 
 
 def _checked(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:

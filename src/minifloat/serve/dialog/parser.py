@@ -31,9 +31,11 @@ MAX_GAP = 64
 _SPACE = re.compile(r"\s*+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CONTROL = re.compile(r"[\x00-\x1f]")
+_CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
 _QUALIFIED = re.compile(r"(?:functions\.)?(.*?)(?::[0-9]+|\.call)?", re.DOTALL)
 _PARTS = re.compile(r"<[^<]*>")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
+_BARE_KEY = re.compile(r"[^:]{0,256}(?=:)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _PYTHON_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
@@ -71,6 +73,11 @@ class _Stops:
 _stops = functools.lru_cache(maxsize=256)(_Stops)
 
 
+@functools.lru_cache(maxsize=256)
+def _initials(texts: tuple[str, ...]) -> str:
+    return "".join(text[:1] for text in texts)
+
+
 @dataclass(frozen=True)
 class _Style:
     """How values are written.
@@ -95,7 +102,7 @@ def _escaped(text: str) -> str:
 
 
 def _without_controls(text: str) -> str:
-    return _CONTROL.sub(lambda found: _escaped(found[0]), text)
+    return text.translate(_CONTROLS) if _CONTROL.search(text) else text
 
 
 def _of_python(text: str) -> str:
@@ -255,9 +262,11 @@ class AnswerParser:
             start = self._space_end() if after_space else self._at
             if start - self._at > MAX_GAP:
                 return None
-            here = self._text[start : start + MAX_NAME]
-            found = max((text for text in texts if here.startswith(text)), key=len, default=None)
-            longer = (len(text) > len(here) and text.startswith(here) for text in texts)
+            left = len(self._text) - start
+            if left and self._text[start] not in _initials(texts):
+                return None
+            found = max((text for text in texts if self._text.startswith(text, start)), key=len, default=None)
+            longer = (len(text) > left and text.startswith(self._text[start:]) for text in texts)
             if self._ended or not any(longer):
                 if found:
                     self._take(start + len(found) - self._at)
@@ -637,9 +646,13 @@ class AnswerParser:
 
     def _key(self, style: _Style) -> _Steps:
         if style.bare and not (yield from self._stands(*style.strings)):
-            key, _ = yield from self._until(":")
+            match = _BARE_KEY.match(self._text, self._at)
+            if match:
+                key = self._take(len(match[0]))
+            else:
+                key, _ = yield from self._until(":")
+                self._back(":")
             self._write(json.dumps(key.strip(), ensure_ascii=False))
-            self._back(":")
         else:
             yield from self._string(style)
         yield from self._colon()

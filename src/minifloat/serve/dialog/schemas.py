@@ -8,22 +8,39 @@ from typing import Any
 
 #: References that are followed, and alternatives that are looked at.
 _MAX_STEPS = 100
+_MAX_DEPTH = 16
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema with its local references followed; empty if there is none."""
+def resolved(schema: Any, root: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Return a schema with its local references followed and its `allOf` merged; empty if there is none."""
     for _ in range(_MAX_STEPS):
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             break
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
-            return dict(schema)
+            parts = [resolved(part, root, depth + 1) for part in _list(schema.get("allOf"))]
+            own = {word: value for word, value in schema.items() if word != "allOf"}
+            return _merged([*parts, own]) if parts else own
         found: Any = root
         for part in filter(None, reference[1:].split("/")):
             found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         schema = found
     return {}
+
+
+def _merged(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for schema in schemas:
+        for word, value in schema.items():
+            before = merged.get(word)
+            if word == "properties" and isinstance(before, Mapping) and isinstance(value, Mapping):
+                merged[word] = {**before, **value}
+            elif word == "required" and isinstance(before, list) and isinstance(value, list):
+                merged[word] = [*before, *value]
+            else:
+                merged[word] = value
+    return merged
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
@@ -36,7 +53,7 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
             break
         schema = resolved(todo.pop(), parameters)
         types |= set(_types(schema))
-        todo += [each for word in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(word))]
+        todo += [each for word in ("anyOf", "oneOf") for each in _list(schema.get(word))]
     return frozenset() if todo else frozenset(types)
 
 
