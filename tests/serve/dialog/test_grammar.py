@@ -14,12 +14,15 @@ from dialog_goldens import CALLS, TEXTS, TOOLS, conversation, format_of, read
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minifloat.engine import Grammar
+from minifloat.engine.grammar import GrammarLimits
 from minifloat.errors import UsageError
 from minifloat.serve.dialog.conversation import Conversation, Thinking, Tool, ToolChoice
 from minifloat.serve.dialog.formats import NAMES, DialogFormat, find_format
 from minifloat.serve.dialog.grammar import call_grammar
 
 REQUIRED = ToolChoice("required")
+#: As the engine computes them.
+LIMITS = llguidance.LLParserLimits(verbose_errors=False, **GrammarLimits().parser)
 STRICT = tuple(replace(tool, strict=True) for tool in TOOLS)
 #: A tool with what schemas of real tools have.
 PLAN = Tool(
@@ -71,7 +74,7 @@ class Tokens:
 
     def taken(self, grammar: Grammar, tokens: list[int]) -> int:
         """Return how many tokens follow a grammar, the end of the text included."""
-        matcher = llguidance.LLMatcher(self.of_llguidance, grammar.source, log_level=0)
+        matcher = llguidance.LLMatcher(self.of_llguidance, grammar.source, log_level=0, limits=LIMITS)
         assert not matcher.is_error(), matcher.get_error()
         taken = matcher.try_consume_tokens(tokens)
         assert not matcher.is_error(), matcher.get_error()
@@ -79,7 +82,7 @@ class Tokens:
 
     def written(self, grammar: Grammar, random: Random) -> str:
         """Return a random text that follows a grammar."""
-        matcher = llguidance.LLMatcher(self.of_llguidance, grammar.source, log_level=0)
+        matcher = llguidance.LLMatcher(self.of_llguidance, grammar.source, log_level=0, limits=LIMITS)
         tokens: list[int] = []
         while not matcher.is_stopped():
             assert len(tokens) < 5000
