@@ -6,8 +6,8 @@ import json
 import time
 
 import pytest
-from dialog_goldens import CALLS, TEXTS, conversation, format_of, joined, read
-from hypothesis import given
+from dialog_goldens import CALLS, OPTIONS, TEXTS, conversation, format_of, joined, read
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from minifloat.serve.dialog.conversation import Thinking, ToolChoice
@@ -312,3 +312,20 @@ def test_hostile_text_takes_linear_time(name: str, size: int) -> None:
             began = time.process_time()
             read(form, conversation(), [text[at : at + size] for at in range(0, len(text), size)])
             assert time.process_time() - began < 1, (prefix, part)
+
+
+@given(st.sampled_from(NAMES), st.text(), st.integers(1, 7))
+def test_any_text_is_read_as_it_was_written(name: str, content: str, step: int) -> None:
+    form = format_of(name)
+    ends = (form.elements.close if form.elements else "", form.quote)
+    assume(not any(end and end in f"\n{content}\n" for end in ends))
+    before, after = TEXTS[name]["rich"].split("print", 1)[0], TEXTS[name]["rich"].rsplit("</b>", 1)[1]
+    if form.arguments in ("python", "object", "json"):
+        before, after = before[: before.rfind("content") + len("content")], after[1:]
+        before += "=" if form.arguments == "python" else '": '
+        text = before + (repr(content) if form.arguments == "python" else json.dumps(content)) + after
+    else:
+        text = before + content + after
+    answer = read(form, conversation(), [text[at : at + step] for at in range(0, len(text), step)])
+    assert answer.decoded == [("write_file", {"content": content, "options": OPTIONS})]
+    assert answer.calls[0][2]
