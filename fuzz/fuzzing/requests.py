@@ -128,7 +128,7 @@ def _judge_events(text: str) -> None:
 def _judge_choices(answer: dict[str, Any]) -> None:
     assert not answer.get("error"), answer
     for choice in answer.get("choices", ()):
-        assert choice["finish_reason"] in (None, "stop", "length"), choice
+        assert choice["finish_reason"] in (None, "stop", "length", "tool_calls"), choice
 
 
 def _seeds() -> dict[str, bytes]:
@@ -160,6 +160,20 @@ def _seeds() -> dict[str, bytes]:
         "grammar": (_PATHS[1], chat | grammar | {"max_tokens": 20}),
         "object": (_PATHS[0], text | {"response_format": {"type": "json_object"}, "n": 2, "temperature": 1}),
         "chat": (_PATHS[1], chat | {"logprobs": True, "top_logprobs": 2, "stream": True, "chat_template_kwargs": {}}),
+        "tools": (_PATHS[1], common | _chat_with_tools(schema) | {"tool_choice": "required", "stream": True}),
+        "tools-thinking": (_PATHS[1], common | _chat_with_tools(schema) | {"max_reasoning_tokens": 2, "n": 2}),
+        "rules": (_PATHS[1], chat | {"structured_outputs": {"regex": "[a-z]+( [0-9]{2,3})?"}, "max_tokens": 9}),
+        "tags": (
+            _PATHS[0],
+            text
+            | {
+                "response_format": {
+                    "type": "structural_tag",
+                    "triggers": ["<f"],
+                    "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}],
+                }
+            },
+        ),
         "tokenize": (_PATHS[2], {"prompt": "Hello", "add_special_tokens": True, "return_token_strs": True}),
         "tokenize-chat": (_PATHS[2], {"messages": chat["messages"]}),
         "detokenize": (_PATHS[3], {"tokens": [5, 6, 7]}),
@@ -170,6 +184,22 @@ def _seeds() -> dict[str, bytes]:
     return seeds | {
         "leaves": encoded({"path": _PATHS[0], "body": text | {"stream": True, "max_tokens": 50}, "leave": 10})
     }
+
+
+def _chat_with_tools(schema: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": "f", "description": "d", "parameters": schema, "strict": True}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"name": "x"}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "x"}]},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "y"},
+    ]
+    return {
+        "messages": messages, "tools": [{"type": "function", "function": function}], "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": True, "x": [{"y": None}]}, "documents": [{"title": "t"}],
+        "reasoning_effort": "low", "include_reasoning": True, "continue_final_message": False,
+    }  # fmt: skip
 
 
 def _seeds_of_items(schema: dict[str, Any]) -> dict[str, bytes]:
@@ -229,7 +259,9 @@ response_format json_object json_schema prompt_logprobs top_logprobs continue_fi
 input output input_text output_text function function_call function_call_output call_id arguments tool_use tool_result
 tool_use_id input_schema is_error thinking redacted_thinking budget_tokens custom namespace web_search
 allowed_tools required any add_generation_prompt <s> </s> <|endoftext|> stream echo n leave
-structured_outputs guided_json
+structured_outputs guided_json guided_regex guided_choice guided_grammar regex choice grammar start: ::= root
+structural_tag triggers structures begin end tool_calls tool_call_id reasoning_content developer none auto
+parallel_tool_calls max_reasoning_tokens reasoning_effort include_reasoning documents chat_template_kwargs <think>
 """
 _WORDS = {*_PATHS, MODEL, *_TEXTS.split()}
 

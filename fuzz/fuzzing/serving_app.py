@@ -13,7 +13,11 @@ from minifloat.serve.server import ServerSettings, create_app
 MODEL = "fuzzed"
 #: Seconds in which a request must be answered, and the engine be idle again.
 PATIENCE = 20.0
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for message in messages %}{{ message.role }}: "
+    "{{ message.content }}{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{# <think></think> #}"
+)
 _Result = TypeVar("_Result")
 
 

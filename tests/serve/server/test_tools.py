@@ -24,7 +24,7 @@ from minifloat.serve.client import ChatClient, chat
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
     "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
-    "{% endif %}{{ m.content }}{% for call in m.tool_calls %}\n<tool_call>\n"
+    "{% endif %}{{ m.content }}{{ m.name }}{% for call in m.tool_calls %}\n<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}</s>{% endfor %}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% if enable_thinking is defined and not enable_thinking %}<think>"
@@ -186,6 +186,7 @@ def test_thinking_is_told_apart_and_counted(tokenizer: Any, stream: bool) -> Non
             "".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "reasoning", "content")
         )
         assert thought == again
+        assert {"content": ""} not in deltas, "no chunk is empty"
         usage = answer.events[-1]["usage"]
     else:
         message = answer.json["choices"][0]["message"]
@@ -249,7 +250,7 @@ def test_an_agent_loop_sends_back_what_it_got(tokenizer: Any) -> None:
     tools = json.dumps(ADD)
     assert text == (
         f"<tools>{tools}</tools>system: Be brief.</s>user: 1 + 2?</s>assistant: <think>Hm.</think>I add.{CALL}</s>"
-        f"tool: 3</s>assistant: {CALL}</s>tool: 3</s>[One]assistant: (high)"
+        f"tool: 3add</s>assistant: {CALL}</s>tool: 3add</s>[One]assistant: (high)"
     )
 
 

@@ -260,8 +260,15 @@ class ChatFields(Strict):
         last = messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.tool_calls):
             raise invalid("continue_final_message: the last message is no text of an assistant", "messages")
+        names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+        named = [
+            message.model_copy(update={"name": names[message.tool_call_id]})
+            if message.name is None and message.tool_call_id in names
+            else message
+            for message in messages
+        ]
         return Conversation(
-            [message.for_template() for message in messages],
+            [message.for_template() for message in named],
             tools=tuple(each.tool() for each in self.tools or ()),
             variables=self.chat_template_kwargs or {},
             documents=self.documents,
@@ -492,8 +499,12 @@ class ChatWriter(ChoiceWriter):
 
     def _news(self, index: int, piece: Piece, ending: dict[str, Any]) -> list[BaseModel]:
         deltas = [delta for event in piece.events if (delta := self._delta(index, event)) is not None]
-        if not deltas or (piece.finish_reason is not None and deltas[-1].content is None):
-            deltas.append(Delta() if piece.finish_reason is not None else Delta(content=""))
+        if piece.finish_reason is not None and (not deltas or deltas[-1].content is None):
+            deltas.append(Delta())
+        elif not deltas and piece.delivery.logprobs:
+            deltas.append(Delta(content=""))
+        if not deltas:  # thinking that is not shown, or the end of a call
+            return []
         logprobs = chat_logprobs(piece.delivery.logprobs or ()) if self._logprobs else None
         choices = [
             ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None, stop_reason=None)
