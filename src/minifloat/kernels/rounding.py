@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.native import STRUCTS, format_struct
+from minifloat.kernels.native import CONSTANTS, STRUCTS, format_struct
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import ElementFormat
 
+#: Rows of a weight that exchange their errors.
+ROW_BLOCK: int = CONSTANTS["ROW_BLOCK"]
+
 
 def round_with_feedback(
-    weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat, *, impl: str = "auto"
+    weight: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    feedback: Tensor,
+    element: ElementFormat,
+    row_feedback: Tensor | None = None,
+    *,
+    impl: str = "auto",
 ) -> Tensor:
-    """Round the columns of a weight in ascending order, feeding the error of each into the columns behind it."""
+    """Round the columns of a weight in ascending order, feeding the error of each into the columns behind it.
+
+    With `row_feedback`, float32 ``[N, ROW_BLOCK]``, zero up to the diagonal of each block of rows, the error of a row
+    is fed into the rows behind it in its block, within each column.
+    """
     if not element.signed or element.bits > torch.uint8.itemsize * 8:
         raise ValueError(f"round_with_feedback needs a signed format of at most 8 bits, got {element.name}")
     floats = {"weight": weight, "scales": scales, "feedback": feedback}
+    if row_feedback is not None:
+        floats["row_feedback"] = row_feedback
+        if row_feedback.shape != (len(weight), ROW_BLOCK):
+            expected = [len(weight), ROW_BLOCK]
+            raise ShapeError("row_feedback", f"expected {expected}, got {list(row_feedback.shape)}")
     for name, tensor in floats.items():
         _check_matrix(name, tensor, (torch.float32,))
         _check_contiguous(name, tensor)
@@ -27,8 +47,8 @@ def round_with_feedback(
     _check_contiguous("groups", groups)
     _check_feedback_shapes(weight, scales, groups, feedback)
     if native.runs("round_with_feedback", impl):
-        return _round_native(weight, scales, groups, feedback, element)
-    return _round_in_torch(weight, scales, groups, feedback, element)
+        return _round_native(weight, scales, groups, feedback, element, row_feedback)
+    return _round_in_torch(weight, scales, groups, feedback, element, row_feedback)
 
 
 def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
@@ -82,7 +102,14 @@ def _check_feedback_shapes(weight: Tensor, scales: Tensor, groups: Tensor, feedb
             raise ShapeError("groups", f"groups {low} to {high} of the {scales.shape[1]} columns of scales")
 
 
-def _round_native(weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat) -> Tensor:
+def _round_native(
+    weight: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    feedback: Tensor,
+    element: ElementFormat,
+    row_feedback: Tensor | None,
+) -> Tensor:
     library = native.require()
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     args = STRUCTS["round_with_feedback_args"](
@@ -90,6 +117,7 @@ def _round_native(weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tens
         scales=scales.data_ptr(),
         group_of=groups.data_ptr(),
         feedback=feedback.data_ptr(),
+        row_feedback=None if row_feedback is None else row_feedback.data_ptr(),
         codes=codes.data_ptr(),
         rows=weight.shape[0],
         cols=weight.shape[1],
@@ -119,17 +147,39 @@ def _gram_native(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
     native.require().call("gram", args)
 
 
-def _round_in_torch(weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat) -> Tensor:
+def _round_in_torch(
+    weight: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    feedback: Tensor,
+    element: ElementFormat,
+    row_feedback: Tensor | None,
+) -> Tensor:
     """The reference of the native library."""
     work = weight.clone()
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     for j, group in enumerate(groups.tolist()):
         scale = scales[:, group]
-        codes[:, j] = encode(work[:, j] / scale, element)
+        codes[:, j] = _round_column(work[:, j], scale, element, row_feedback)
         error = weight[:, j] - decode(codes[:, j], element) * scale
         # The product is a tensor of its own: torch.addr and the like may fuse it with the addition.
         work[:, j + 1 :] += error[:, None] * feedback[j, j + 1 :]
     return codes
+
+
+def _round_column(work: Tensor, scale: Tensor, element: ElementFormat, row_feedback: Tensor | None) -> Tensor:
+    if row_feedback is None:
+        return encode(work / scale, element)
+    missing = -len(work) % ROW_BLOCK
+    work = pad(work, (0, missing)).view(-1, ROW_BLOCK)
+    scale = pad(scale, (0, missing), value=1.0).view(-1, ROW_BLOCK)
+    feedback = pad(row_feedback, (0, 0, 0, missing)).view(-1, ROW_BLOCK, ROW_BLOCK)
+    added, codes = torch.zeros_like(work), torch.empty(work.shape, dtype=torch.uint8)
+    for i in range(ROW_BLOCK):
+        codes[:, i] = encode((work[:, i] + added[:, i]) / scale[:, i], element)
+        taken = work[:, i] - decode(codes[:, i], element) * scale[:, i]
+        added += taken[:, None] * feedback[:, i]
+    return codes.flatten()[: codes.numel() - missing]
 
 
 def _gram_in_torch(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:

@@ -50,6 +50,12 @@ _WEIGHT_BYTES = 4 + 4 + 4 + 2
 _PROCESS_BYTES = 512 << 20
 #: Sequences that the engine decodes together, with one that is thrown away.
 _TOGETHER = 64
+#: Tokens whose gradients are taken for the moments of outputs, with the hidden states of all layers in so many bytes.
+_MOMENT_TOKENS, _MOMENT_BYTES = 16384, 8 << 30
+#: Rows of a weight that exchange their errors: `minifloat.kernels.rounding.ROW_BLOCK`.
+_ROW_BLOCK = 64
+#: Passes of these tokens: forward, and once more with the way back.
+_MOMENT_PASSES = 4
 #: Share of the available memory that weights may take beside the cache of the engine.
 WEIGHTS_SHARE = 0.8
 
@@ -142,14 +148,15 @@ class Group:
 def rounding_work(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, *, follows: bool = True) -> Work:
     """Return the work of rounding the weights of a model; `follows`: with the inputs of the quantized layers."""
     quantized = _QUANTIZED_PASSES * (tokens.kept + tokens.choosing) + tokens.reported if follows else tokens.held_out
-    passes = tokens.total + tokens.held_out + quantized
+    layers = layers_of(shapes)
+    moments = min(moment_tokens(config, layers, 2), tokens.kept) if follows else 0
+    passes = tokens.total + tokens.held_out + quantized + _MOMENT_PASSES * moments
     work, share = Work(), visited_share(config)
     for group in _groups(shapes):
         visits = share if group.is_expert else 1.0
         work += Work(forward=2.0 * group.rows * group.width * passes * visits)
         work += group_work(group, tokens.kept * visits, follows=follows)
-    layers = layers_of(shapes)
-    logits = 3.0 * tokens.held_out * _size(config, "vocab_size") * 2.0 * _size(config, "hidden_size")
+    logits = 3.0 * (tokens.held_out + moments) * _size(config, "vocab_size") * 2.0 * _size(config, "hidden_size")
     attention = 2.0 * tokens.length * _size(config, "hidden_size") * layers * passes
     return work + Work(forward=logits + attention, passes=layers * passes / tokens.length)
 
@@ -187,6 +194,11 @@ def visited_share(config: Mapping[str, Any]) -> float:
     return min(visited / experts, 1.0) if experts else 1.0
 
 
+def moment_tokens(config: Mapping[str, Any], layers: int, itemsize: int) -> int:
+    """Return the tokens of text whose gradients are taken for the moments of outputs, at most."""
+    return min(_MOMENT_TOKENS, _MOMENT_BYTES // max((layers + 1) * _size(config, "hidden_size") * itemsize, 1))
+
+
 def rounding_memory(shapes: Shapes, itemsize: int) -> int:
     """Return the bytes of memory: one layer, and the statistics, factors and weights of its widest stage."""
     layers: dict[int | None, int] = {}
@@ -204,7 +216,10 @@ def _drift_rows(group: Group) -> int:
 
 
 def rounding_disk(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, itemsize: int, output_bytes: int) -> int:
-    """Return the bytes of the work folder: hidden states around a layer, inputs of its stages, finished layers."""
+    """Return the bytes of the work folders: hidden states around a layer, inputs of its stages, finished layers.
+
+    Before that, hidden states of all layers for the moments of outputs, which stay.
+    """
     hidden = _size(config, "hidden_size")
     streams = 2 * (2 * tokens.total + tokens.held_out) * hidden
     layers: dict[int | None, int] = {}
@@ -213,7 +228,9 @@ def rounding_disk(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, ite
             residual = hidden if group.members == 1 else 0
             layers[decoder_layer(module)] = layers.get(decoder_layer(module), 0) + group.width + residual
     inputs = 2 * max(layers.values(), default=0) * (tokens.kept + tokens.choosing)  # of the original and finished ones
-    return (streams + inputs) * itemsize + output_bytes
+    states = (len(layers) + 1) * moment_tokens(config, len(layers), itemsize) * hidden
+    moments = sum(_ROW_BLOCK * 4 * rows for rows, _ in shapes.values())
+    return max(streams + inputs, states) * itemsize + moments + output_bytes
 
 
 def writing_seconds(weights: float, nbytes: float, layers: int, sequences: int, length: int, rates: Rates) -> float:

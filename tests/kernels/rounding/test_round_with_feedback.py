@@ -13,7 +13,7 @@ from quantize_cases import ties_and_neighbours
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
 from minifloat.kernels.native import STRUCTS, format_struct
-from minifloat.kernels.rounding import round_with_feedback
+from minifloat.kernels.rounding import ROW_BLOCK, round_with_feedback
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, E5M2, E8M0, ElementFormat
 
@@ -33,9 +33,17 @@ class Case:
     groups: torch.Tensor
     feedback: torch.Tensor
     element: ElementFormat
+    row_feedback: torch.Tensor | None = None
 
     def codes(self, impl: str = "reference") -> torch.Tensor:
-        return round_with_feedback(self.weight, self.scales, self.groups, self.feedback, self.element, impl=impl)
+        arguments = self.weight, self.scales, self.groups, self.feedback, self.element, self.row_feedback
+        return round_with_feedback(*arguments, impl=impl)
+
+    def with_row_feedback(self, seed: int = 1) -> Case:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(len(self.weight), ROW_BLOCK, generator=generator) * ROW_BLOCK**-0.5
+        behind = torch.arange(ROW_BLOCK) > (torch.arange(len(rows)) % ROW_BLOCK)[:, None]
+        return replace(self, row_feedback=rows * behind)
 
 
 def make(rows: int, cols: int, element: ElementFormat, seed: int = 0, group: int = 16) -> Case:
@@ -60,6 +68,7 @@ def run(kernels: Kernels, case: Case, threads: int = 1, fill: int = 0) -> torch.
         scales=case.scales.data_ptr(),
         group_of=case.groups.data_ptr(),
         feedback=case.feedback.data_ptr(),
+        row_feedback=None if case.row_feedback is None else case.row_feedback.data_ptr(),
         codes=buffer[64:].data_ptr(),
         rows=rows,
         cols=cols,
@@ -81,9 +90,22 @@ def test_ragged_shapes(kernels: Kernels, shape: tuple[int, int], element: Elemen
         assert torch.equal(run(kernels, case, fill=fill), expected)
 
 
+@pytest.mark.parametrize(("shape", "element"), each_value(SHAPES, ELEMENTS))
+def test_ragged_shapes_with_feedback_between_rows(
+    kernels: Kernels, shape: tuple[int, int], element: ElementFormat
+) -> None:
+    case = make(*shape, element, seed=sum(shape)).with_row_feedback()
+    expected = case.codes()
+    assert shape[0] < ROW_BLOCK // 4 or not torch.equal(expected, replace(case, row_feedback=None).codes())
+    for fill in (0xA5, 0x5A):
+        assert torch.equal(run(kernels, case, fill=fill), expected)
+
+
 @pytest.mark.parametrize("threads", [0, 2, 3, 5, 1000])
 def test_the_number_of_threads_changes_no_code(kernels: Kernels, threads: int) -> None:
     case = make(500, 150, E2M1)
+    assert torch.equal(run(kernels, case, threads), case.codes())
+    case = case.with_row_feedback()
     assert torch.equal(run(kernels, case, threads), case.codes())
 
 
@@ -178,6 +200,8 @@ def test_arguments_that_do_not_match_are_refused_by_name() -> None:
         replace(case, groups=(case.groups * 2)).codes()
     with pytest.raises(ShapeError, match=r"feedback.*\[32, 32\]"):
         replace(case, feedback=case.feedback[:, :31].contiguous()).codes()
+    with pytest.raises(ShapeError, match=rf"row_feedback.*\[4, {ROW_BLOCK}\]"):
+        replace(case, row_feedback=torch.zeros(4, 4)).codes()
     with pytest.raises(ShapeError, match=r"weight.*2 dimensions"):
         replace(case, weight=case.weight[0]).codes()
     with pytest.raises(UnsupportedTensorError, match=r"weight.*float32.*bfloat16"):

@@ -8,7 +8,10 @@ from rounding_cases import correlated_inputs, hessian_of
 from torch import Tensor
 
 from minifloat.errors import SingularHessianError
-from minifloat.quantize.rounding.feedback import DAMPING, factorize, regress
+from minifloat.kernels.rounding import ROW_BLOCK, round_with_feedback
+from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.formats import E2M1
+from minifloat.quantize.rounding.feedback import DAMPING, ROW_DAMPING, factorize, factorize_rows, regress
 
 
 def unit_upper_factor(matrix: Tensor) -> Tensor:
@@ -106,3 +109,73 @@ def test_regress_is_the_ridge_regression_in_float64() -> None:
 
 def test_regress_on_inputs_that_are_always_zero_is_zero() -> None:
     assert not regress(torch.zeros(3, 4), factorize(torch.zeros(4, 4), "q_proj")).any()
+
+
+def blocks_of(moments: Tensor) -> Tensor:
+    """The blocks on the diagonal of ``[N, N]``, padded with zeros."""
+    blocks = torch.zeros(-(-len(moments) // ROW_BLOCK), ROW_BLOCK, ROW_BLOCK)
+    for number, block in enumerate(blocks):
+        part = moments[number * ROW_BLOCK :, number * ROW_BLOCK :][:ROW_BLOCK, :ROW_BLOCK]
+        block[: len(part), : len(part)] = part
+    return blocks
+
+
+@pytest.mark.parametrize("rows", [1, 30, ROW_BLOCK, ROW_BLOCK + 1, 2 * ROW_BLOCK + 40])
+def test_the_feedback_between_rows_is_the_unit_upper_factor_of_each_block(rows: int) -> None:
+    moments = hessian_of(correlated_inputs(4 * rows, rows))
+    feedback = factorize_rows(blocks_of(moments), rows)
+    assert feedback.order.sort().values.tolist() == list(range(rows))
+    for number, block in enumerate(blocks_of(moments)):
+        order = feedback.order[number * ROW_BLOCK : (number + 1) * ROW_BLOCK] - number * ROW_BLOCK
+        damped = block.double() + ROW_DAMPING * block.double().diagonal().mean() * torch.eye(ROW_BLOCK)
+        expected = unit_upper_factor(damped[order][:, order]) - torch.eye(len(order))
+        actual = feedback.matrix[number * ROW_BLOCK : (number + 1) * ROW_BLOCK]
+        torch.testing.assert_close(actual[:, : len(order)], expected.float(), rtol=1e-5, atol=1e-6)
+        assert not actual[:, len(order) :].any()
+
+
+def test_rows_without_gradients_exchange_no_errors() -> None:
+    assert not factorize_rows(torch.zeros(2, ROW_BLOCK, ROW_BLOCK), 100).matrix.any()
+    moments = hessian_of(correlated_inputs(500, 40))
+    moments[[3, 17]] = 0.0
+    moments[:, [3, 17]] = 0.0
+    feedback = factorize_rows(blocks_of(moments), 40)
+    assert feedback.order[-2:].tolist() == [3, 17]
+    assert not feedback.matrix[-2:].any()
+
+
+def test_rounding_follows_the_formula_of_yaqa_and_lowers_the_error_that_both_sides_weigh() -> None:
+    """Q = round(W + A'E + E B + A'E B) with E = W - Q, element by element in float64 (arXiv 2505.22988, section 3)."""
+    rows, cols = 24, 40
+    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(3))
+    inputs, outputs = hessian_of(correlated_inputs(300, cols, 4)), hessian_of(correlated_inputs(300, rows, 5))
+    columns, between = factorize(inputs, "q_proj"), factorize_rows(blocks_of(outputs), rows)
+    ordered = weight[between.order][:, columns.order]
+    scale = 0.4
+    a, b = between.matrix[:, :rows].double(), columns.matrix.double()
+    quantized = torch.zeros(rows, cols, dtype=torch.float64)
+    for j in range(cols):
+        for i in range(rows):
+            error = ordered.double() - quantized
+            error[i:, j] = 0.0
+            error[:, j + 1 :] = 0.0
+            moved = (
+                ordered[i, j]
+                + error[i] @ b[:, j]
+                + a[:, i] @ (error[:, j] + error @ b[:, j]).where(torch.arange(rows) < i, torch.tensor(0.0))
+            )
+            quantized[i, j] = decode(encode((moved / scale).float()[None], E2M1), E2M1)[0].double() * scale
+    scales, groups = torch.full((rows, 1), scale), torch.zeros(cols, dtype=torch.int32)
+
+    def rounded(row_feedback: Tensor | None) -> Tensor:
+        codes = round_with_feedback(ordered.contiguous(), scales, groups, columns.matrix, E2M1, row_feedback)
+        return decode(codes, E2M1) * scale
+
+    assert float((rounded(between.matrix) - quantized).abs().max()) < 1e-6
+    weighed = outputs[between.order][:, between.order], inputs[columns.order][:, columns.order]
+
+    def loss(values: Tensor) -> float:
+        error = ordered - values
+        return float((weighed[0] @ error @ weighed[1] * error).sum())
+
+    assert loss(rounded(between.matrix)) < 0.7 * loss(rounded(None))

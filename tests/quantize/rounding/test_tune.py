@@ -240,7 +240,7 @@ def test_the_student_of_a_folded_model_starts_at_the_divergence_of_the_rounded_m
         parts = {part.module: part for tensor in plan.tensors for part in tensor.parts}
         for module, weight in tuned.weights.items():
             error = (rounded.quantized(parts[module]).dequantize() - weight.float()).square().sum()
-            assert error < 0.05 * weight.float().square().sum(), module
+            assert error < 0.1 * weight.float().square().sum(), module
         kls = []
         for sequence in HELD_OUT.sequences:
             ids = torch.tensor([list(sequence)])

@@ -111,6 +111,10 @@ class Capture:
     @torch.inference_mode()
     def logits(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits ``[1, T, V]`` of the model whose last layer returns `hidden`."""
+        return self.logits_with_grad(input_ids, hidden)
+
+    def logits_with_grad(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return what `logits` returns, with gradients where they are enabled."""
         result = (hidden,) if self._in_tuple else hidden
         with _replaced_forwards(self.layers, lambda *_, **__: result):
             output: Tensor = self.model(input_ids=input_ids, use_cache=False).logits

@@ -188,6 +188,21 @@ class LayerStack:
             for hidden in states:
                 yield self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
 
+    def loss_gradient(self, sequence: Sequence[int], hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the gradient of the loss of drawn tokens, summed, with respect to what the last layer returns.
+
+        It is zero where logits are not finite.
+        """
+        assert self._capture is not None  # `capture` was called
+        with self.weights.before_layers(), torch.enable_grad():
+            hidden = hidden.requires_grad_()
+            logits = self._capture.logits_with_grad(self._ids(sequence), hidden)[0].float()
+            if not bool(logits.isfinite().all()):
+                return torch.zeros_like(hidden)
+            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+            loss = torch.nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+            return torch.autograd.grad(loss, hidden)[0]
+
     def sites_of(self, index: int) -> Sites:
         prefix = f"{self.path}.{index}."
         return Sites(

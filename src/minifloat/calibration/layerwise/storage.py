@@ -107,8 +107,10 @@ class ArgumentPool:
             kept.append(self._calls.setdefault(key, pooled_call))
         return tuple(kept)
 
-    def restore(self, call: LayerCall) -> LayerCall:
-        """Return a kept call with all of its tensors in memory."""
+    def restore(self, call: LayerCall, *, for_backward: bool = False) -> LayerCall:
+        """Return a kept call with all of its tensors in memory; `for_backward`: as copies that autograd can save."""
+        if for_backward:  # the tensors of a call were made in inference mode
+            call = LayerCall(_map(call.args, Tensor, Tensor.clone), _map(call.kwargs, Tensor, Tensor.clone), call.named)
 
         def load(location: Any) -> Any:
             return self._file.read(location).to(self._device)

@@ -12,7 +12,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 20
+#define MINIFLOAT_ABI_VERSION 21
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -99,6 +99,8 @@ struct minifloat_amax_args {
 
 // Bins of minifloat_histogram: one for each of the leading 11 bits of a float32 without its sign.
 #define MINIFLOAT_HISTOGRAM_BINS 2048
+// Rows of a weight that exchange their errors in rounding: a divisor of most heads.
+#define MINIFLOAT_ROW_BLOCK 64
 
 struct minifloat_histogram_args {
     const uint8_t* data;  // `count` elements of `dtype`, any alignment
@@ -141,13 +143,17 @@ struct minifloat_draw_args {
 
 // Rounds the columns of a weight in ascending order. The error of a column, weight - code * scale, times
 // feedback[column][k] is added to each later column k before that column is rounded, in ascending order of columns, each
-// time one float32 multiplication and one float32 addition.
+// time one float32 multiplication and one float32 addition. With row_feedback, rows in blocks of
+// MINIFLOAT_ROW_BLOCK are rounded in ascending order within a column: what rounding took from the element of a row, as
+// the columns before had made it, times row_feedback[row][later row in the block] is added up, in ascending order of
+// rows, and this sum is added to the element of the later row before it is rounded.
 struct minifloat_round_with_feedback_args {
-    const float* weight;      // [rows, cols], finite
-    const float* scales;      // [rows, groups], positive
-    const int32_t* group_of;  // [cols]: the column of `scales`, 0 .. groups - 1
-    const float* feedback;    // [cols, cols]; only what is above the diagonal is read
-    uint8_t* codes;           // [rows, cols], one per byte
+    const float* weight;        // [rows, cols], finite
+    const float* scales;        // [rows, groups], positive
+    const int32_t* group_of;    // [cols]: the column of `scales`, 0 .. groups - 1
+    const float* feedback;      // [cols, cols]; only what is above the diagonal is read
+    const float* row_feedback;  // [rows, MINIFLOAT_ROW_BLOCK], zero up to the diagonal of each block; null: none
+    uint8_t* codes;             // [rows, cols], one per byte
     int64_t rows, cols, groups;
     struct minifloat_format element;
     int32_t threads;

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import SingularHessianError
-from minifloat.kernels.rounding import gram
+from minifloat.kernels.rounding import ROW_BLOCK, gram
 from minifloat.quantize.rounding.cholesky import cholesky_, for_each_tile, tiles
 
 #: Share of the mean diagonal that is added to the diagonal (GPTQ's ``percdamp``).
 DAMPING = 0.01
+#: The same for the moments of a block of outputs.
+ROW_DAMPING = 0.05
 #: Factor by which the damping grows until the factorization succeeds, and its largest value.
 _DAMPING_GROWTH, _LARGEST_DAMPING = 10.0, 10.0
 
@@ -64,6 +66,34 @@ def factorize(hessian: Tensor, name: str, damping: float = DAMPING) -> Feedback:
         unit = (damped[rows] / scale).tril_(rows.start - 1)  # column j of row i stays where j < i
         matrix[len(order) - rows.stop : len(order) - rows.start] = unit.float().flip(0, 1)
     return Feedback(order, matrix, scale.square().flip(0), damping, int(dead.sum()))
+
+
+@dataclass(frozen=True)
+class RowFeedback:
+    """The feedback between the rows of each block of a weight in the order in which they are rounded."""
+
+    order: Tensor  # int64 ``[N]``, rows, within each block by falling diagonal
+    matrix: Tensor  # float32 ``[N, ROW_BLOCK]``, strictly upper triangular in each block
+
+
+def factorize_rows(moments: Tensor, rows: int) -> RowFeedback:
+    """Return the feedback between the rows of a weight, from moments ``[N / ROW_BLOCK, ROW_BLOCK, ROW_BLOCK]``.
+
+    LDLQ on the side of the outputs, as YAQA does it (arXiv 2505.22988), within blocks. Rows that pad the last block,
+    and those without gradients, exchange no errors.
+    """
+    diagonal = moments.diagonal(dim1=1, dim2=2).double()
+    order = diagonal.argsort(dim=1, descending=True, stable=True)  # rows of padding, whose moments are 0, stay last
+    sorted_ = (
+        moments.double().gather(1, order[:, :, None].expand_as(moments)).gather(2, order[:, None].expand_as(moments))
+    )
+    sorted_.diagonal(dim1=1, dim2=2).add_(
+        ROW_DAMPING * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny
+    )
+    lower = torch.linalg.cholesky(sorted_.flip(1, 2))
+    unit = (lower / lower.diagonal(dim1=1, dim2=2)[:, None]).tril(-1).flip(1, 2)
+    first = torch.arange(len(moments))[:, None] * ROW_BLOCK
+    return RowFeedback((order + first).flatten()[:rows], unit.float().reshape(-1, ROW_BLOCK)[:rows].contiguous())
 
 
 def regress(products: Tensor, feedback: Feedback) -> Tensor:

@@ -40,6 +40,7 @@ class LayerRounding:
     tensors: dict[str, Bytes] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     originals: dict[str, Tensor] = field(default_factory=dict)
+    moments: Mapping[str, Tensor] = field(default_factory=dict)  # of the gradients of outputs, by module
 
     def __post_init__(self) -> None:
         self._amaxes: dict[str, float] = {}
@@ -120,7 +121,8 @@ class LayerRounding:
         return errors
 
     def _grid(self, module: str, part: Part) -> Grid:
-        return Grid.of(self.weights[module].cpu(), part.scheme.weight, self._amaxes.get(part.group))
+        amax = self._amaxes.get(part.group)
+        return Grid.of(self.weights[module].cpu(), part.scheme.weight, amax, self.moments.get(module))
 
 
 def _unusual(feedback: Feedback) -> dict[str, Any]:

@@ -155,6 +155,7 @@ class LayerFold:
     records: list[dict[str, Any]] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
     exponents: dict[str, Tensor] = field(default_factory=dict)
+    rescaled: set[str] = field(default_factory=set)  # modules whose outputs have other scales than before
 
     def __post_init__(self) -> None:
         # by stage and expert; experts that share their input have one entry, expert 0
@@ -254,6 +255,7 @@ class LayerFold:
         for name, tensor in apply_exponents(site, tensors, choice.exponents).items():
             self.views[name].copy_(tensor)
             self.changed.add(name)
+        self.rescaled.update(module for part in site.producers for module in self._modules_of(part))
         for place in places:
             place_of_input = place if self.stages[place[0]].outer else (place[0], 0)
             self.by_expert[place_of_input] = choice.exponents

@@ -26,7 +26,7 @@ from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scale import cast_stats
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.feedback import DAMPING, Feedback, factorize, regress, times
+from minifloat.quantize.rounding.feedback import DAMPING, Feedback, factorize, factorize_rows, regress, times
 from minifloat.quantize.rounding.statistics import Rows, Statistics, output_error
 
 #: Tokens per column at which half of an estimate counts, where no held-out text says how much of it is right.
@@ -45,9 +45,10 @@ class Grid:
     """A weight rounded to nearest: its scales stay, and a method may choose other codes."""
 
     nearest: QuantizedTensor
+    outputs: Tensor | None = None  # second moments of the gradients of the outputs (`output_moments`)
 
     @classmethod
-    def of(cls, weight: Tensor, spec: WeightSpec, group_amax: float | None) -> Grid:
+    def of(cls, weight: Tensor, spec: WeightSpec, group_amax: float | None, outputs: Tensor | None = None) -> Grid:
         rows, cols = weight.shape
         data = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
         cast = quantize_rows(data, _NAMES[weight.dtype], (rows, cols), spec, tensor_amax=group_amax)
@@ -55,7 +56,7 @@ class Grid:
         divisor = None
         if spec.has_global_scale:
             divisor = torch.tensor(scalar_global_divisor(group_amax or 0.0))
-        return cls(QuantizedTensor(spec, (rows, cols), torch.from_numpy(cast.codes), scale, divisor))
+        return cls(QuantizedTensor(spec, (rows, cols), torch.from_numpy(cast.codes), scale, divisor), outputs)
 
     @property
     def spec(self) -> WeightSpec:
@@ -130,6 +131,7 @@ class Method(ABC):
         needs_data: Whether it chooses codes with the inputs of the weights.
         follows_quantized: Whether the inputs are those that the layers quantized before give, beside the original ones.
         trains: Whether codes and norms are trained on the logits of the original model after the last layer.
+        weighs_outputs: Whether the errors of outputs cancel where the loss of the original model depends on them.
     """
 
     name: ClassVar[str]
@@ -137,6 +139,7 @@ class Method(ABC):
     needs_data: ClassVar[bool] = True
     follows_quantized: ClassVar[bool] = False
     trains: ClassVar[bool] = False
+    weighs_outputs: ClassVar[bool] = False
 
     @abstractmethod
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
@@ -171,14 +174,26 @@ class Gptq(Method):
 
 
 def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[Tensor]:
-    """Round weights column by column with feedback."""
-    order = feedback.order
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
-    scales = torch.cat([grid.row_scales() for grid in grids])
-    groups = grids[0].column_groups()[order]
-    codes = round_with_feedback(target[:, order].contiguous(), scales, groups, feedback.matrix, grids[0].spec.element)
-    return list(torch.split(codes[:, inverse], [grid.nearest.shape[0] for grid in grids]))
+    """Round weights column by column with feedback, and row by row in blocks where moments of outputs are known."""
+    found, first = [], 0
+    for grid in grids:
+        rows = grid.nearest.shape[0]
+        found.append(_compensate_one(target[first : first + rows], grid, feedback))
+        first += rows
+    return found
+
+
+def _compensate_one(target: Tensor, grid: Grid, feedback: Feedback) -> Tensor:
+    columns, groups = feedback.order, grid.column_groups()[feedback.order]
+    rows, between_rows = torch.arange(len(target)), None
+    if grid.outputs is not None:
+        between = factorize_rows(grid.outputs, len(target))
+        rows, between_rows = between.order, between.matrix
+    ordered, scales = target[rows][:, columns], grid.row_scales()[rows]
+    rounded = round_with_feedback(ordered, scales, groups, feedback.matrix, grid.spec.element, between_rows)
+    codes = torch.empty_like(rounded)
+    codes[rows[:, None], columns] = rounded
+    return codes
 
 
 class Match(Method):
@@ -197,6 +212,7 @@ class Match(Method):
     name = "match"
     summary = "error compensation that matches the outputs of the original layers, layer by layer"
     follows_quantized = True
+    weighs_outputs = True
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
         target, details = matched(torch.cat(list(weights)), inputs)

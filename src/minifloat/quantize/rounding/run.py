@@ -30,6 +30,7 @@ from minifloat.quantize.rounding.folding import powers_of_two
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
+from minifloat.quantize.rounding.output_moments import OutputMoments, output_moments
 from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, RoundedModel, layer_content
 from minifloat.quantize.rounding.saved import SavedHessians, SavedLayer
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer
@@ -61,8 +62,12 @@ def round_checkpoint(
         facts = _facts(options, plan) | ({} if groups is None else {"groups": groups.to_dict()})
         parts = [texts.first_chosen_on, texts.first_reported]
         fingerprint = run_fingerprint(loader, CalibrationSet(texts.sequences), facts, parts)
-        with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder:
-            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, progress, groups)
+        with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder, ExitStack() as exits:
+            moments = OutputMoments()
+            if options.method.weighs_outputs and len(folder.finished) <= len(stack):
+                found = output_moments(stack, texts.kept.sequences, fingerprint, work_dir, progress)
+                moments = exits.enter_context(found)
+            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, progress, groups, moments)
             walk.run(folder)
             if options.method.trains and len(folder.finished) == len(stack) + 1:
                 rounded = RoundedModel(folder.finished)

@@ -33,6 +33,7 @@ from minifloat.quantize.rounding.damage import (
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
+from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import layer_content
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer, StageReader, StoredStageInputs, pair, routed
 from minifloat.quantize.rounding.stages import FinishedModules, Stage, find_finished_modules, find_stages
@@ -51,6 +52,7 @@ from minifloat.quantize.rounding.texts import SplitText
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
 #: sequences alone, through layers that are rounded to nearest.
 QUANTIZED, NEAREST = "quantized", "nearest"
+NO_MOMENTS = OutputMoments()
 
 
 class RoundingWalk:
@@ -65,7 +67,9 @@ class RoundingWalk:
         config: Mapping[str, Any],
         progress: Progress | None = None,
         groups: GroupsToMeasure | None = None,
+        moments: OutputMoments = NO_MOMENTS,
     ) -> None:
+        self.moments = moments
         self.damage = None if groups is None else DamageStreams(groups)
         self.stack, self.options, self.progress = stack, options, progress
         self.sequences, self.texts = texts.sequences, texts
@@ -171,6 +175,7 @@ class _LayerRun:
         fold = self._fold()
         inputs.fold(fold.by_expert)
         rounding.measure()
+        rounding.moments = self.walk.moments.of(rounding.parts.keys() - fold.rescaled)
         self.reader.quantize_expert = inputs.quantize_expert
         with inputs.applied():
             for number, stage in enumerate(self.stages):

@@ -20,8 +20,11 @@ constexpr int kTileRows = kVectors * kWidth;
 // Columns whose errors are applied together to the columns behind them.
 constexpr int kBlock = 128;
 static_assert(kBlock % kPanel == 0, "blocks are whole panels");
+// Rows that exchange their errors.
+constexpr int kRowBlock = MINIFLOAT_ROW_BLOCK;
 // At most this number of rows is a piece of work: feedback is read once per piece.
 constexpr int64_t kChunkRows = 192;
+static_assert(kChunkRows % kRowBlock == 0 && kChunkRows % kTileRows == 0, "chunks are whole blocks and tiles");
 
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 inline void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
@@ -119,6 +122,19 @@ class Chunk {
     }
 
   private:
+    struct Element {
+        I32 code;
+        F32 value;  // times the scale
+    };
+
+    Element round(F32 x, F32 scale) const {
+        const I32 bits = bit_cast<I32>(x / scale);
+        const I32 magnitude = min(bits & kMagnitude, broadcast(element_.max_value));
+        const auto rounded = round_magnitude<F32, I32>(magnitude, element_);
+        const F32 value = bit_cast<F32>(bit_cast<I32>(rounded.value) | (bits & ~kMagnitude));
+        return {rounded.code | ((bits >> element_.sign_shift) & element_.sign), value * scale};
+    }
+
     // Rounds column j of the block from `begin` on, and feeds its error into the columns up to `end`.
     void round_column(int64_t j, int64_t begin, int64_t end) {
         const float* scales = s_.scales + a_.group_of[j] * rows_;
@@ -126,21 +142,40 @@ class Chunk {
         const float* feedback = a_.feedback + j * a_.cols;
         float* errors = s_.errors + (j - begin) * rows_;
         float* work = s_.work + j * rows_;
+        if (a_.row_feedback != nullptr) round_rows(scales, original, work, errors);
         for (int64_t r = 0; r < rows_; r += kWidth) {
-            const F32 scale = load(scales + r);
-            const I32 bits = bit_cast<I32>(load(work + r) / scale);
-            const I32 magnitude = min(bits & kMagnitude, broadcast(element_.max_value));
-            const auto rounded = round_magnitude<F32, I32>(magnitude, element_);
-            MINIFLOAT_ISA::store(s_.codes + r, rounded.code | ((bits >> element_.sign_shift) & element_.sign));
-            const F32 value = bit_cast<F32>(bit_cast<I32>(rounded.value) | (bits & ~kMagnitude));
-            const F32 error = load(original + r) - value * scale;
-            store(errors + r, error);
+            if (a_.row_feedback == nullptr) {
+                const Element element = round(load(work + r), load(scales + r));
+                MINIFLOAT_ISA::store(s_.codes + r, element.code);
+                store(errors + r, load(original + r) - element.value);
+            }
+            const F32 error = load(errors + r);
             for (int64_t k = j + 1; k < end; ++k) {
                 float* to = work + (k - j) * rows_ + r;
                 store(to, load(to) + error * broadcast(feedback[k]));
             }
         }
         store_bytes(s_.codes, static_cast<int>(rows_), s_.block + (j - begin) * rows_);
+    }
+
+    // Rounds a column row by row; the blocks of rows do not depend on each other, so the processor runs them together.
+    void round_rows(const float* scales, const float* original, const float* work, float* errors) {
+        constexpr int kBlocks = kChunkRows / kRowBlock;
+        float added[kBlocks][kRowBlock] = {};
+        for (int i = 0; i < kRowBlock; ++i)
+            for (int block = 0; block < kBlocks; ++block) {
+                const int64_t r = block * kRowBlock + i;
+                if (r >= rows_) break;
+                const F32 x = broadcast(work[r] + added[block][i]);
+                const Element element = round(x, broadcast(scales[r]));
+                s_.codes[r] = element.code[0];
+                errors[r] = original[r] - element.value[0];
+                if (r >= valid_) continue;
+                const F32 taken = broadcast(work[r] - element.value[0]);
+                const float* feedback = a_.row_feedback + (first_ + r) * kRowBlock;
+                for (int k = i / kWidth * kWidth; k < kRowBlock; k += kWidth)
+                    store(added[block] + k, load(added[block] + k) + taken * load(feedback + k));
+            }
     }
 
     // Feeds the errors of the columns first .. last - 1 into the columns begin .. end - 1.
@@ -178,7 +213,7 @@ int32_t round_with_feedback(const minifloat_round_with_feedback_args& args) {
     if (args.rows == 0 || args.cols == 0) return MINIFLOAT_OK;
     const int64_t wanted = max<int64_t>(1, min<int64_t>(args.threads, minifloat::Schedule::kMaxThreads));
     const int64_t even = (args.rows + wanted - 1) / wanted;
-    const int64_t rows = round_up(min(kChunkRows, even), kTileRows);
+    const int64_t rows = args.row_feedback != nullptr ? kChunkRows : round_up(min(kChunkRows, even), kTileRows);
     const int64_t chunks = (args.rows + rows - 1) / rows;
     const int threads = static_cast<int>(min(wanted, chunks));
     const int64_t floats = Scratch::floats(args.cols, args.groups, rows);

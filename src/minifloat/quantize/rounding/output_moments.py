@@ -1,0 +1,179 @@
+"""How the outputs of linears bear on the loss of the original model: second moments of gradients, in blocks of outputs.
+
+The loss is the negative log-likelihood of tokens that are drawn from the model's own distribution, so that the moments
+are those of the Fisher information. Layers are in memory one at a time: first forward, with the hidden states that
+enter each layer kept in a file, then backward.
+
+Source: A. Tseng, Z. Sun and C. De Sa, YAQA (arXiv 2505.22988), the factor of the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.calibration.layerwise.calls import LayerCall
+from minifloat.calibration.layerwise.layer_stack import LayerStack
+from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
+from minifloat.calibration.layerwise.walk import LayerWork
+from minifloat.checkpoint.array_file import ArrayFile
+from minifloat.checkpoint.progress import Progress
+from minifloat.kernels.rounding import ROW_BLOCK
+from minifloat.quantize.estimate import moment_tokens
+from minifloat.quantize.rounding.layer import tensor_bytes
+from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, layer_content
+from minifloat.quantize.rounding.stages import find_stages, on_output
+
+#: Suffix of the work folder.
+SUFFIX = "-outputs"
+
+
+@contextmanager
+def output_moments(
+    stack: LayerStack,
+    sequences: Sequence[Sequence[int]],
+    fingerprint: str,
+    work_dir: Path,
+    progress: Progress | None = None,
+) -> Iterator[OutputMoments]:
+    """Take the moments of the linears of all layers; the work folder goes when the block is left without an error."""
+    with LayerWork(work_dir.with_name(work_dir.name + SUFFIX), fingerprint, LAYER_FORMAT) as folder:
+        if len(folder.finished) < len(stack):
+            folder.continues()  # from nothing: the gradients of an interrupted run are lost
+            tokens = moment_tokens(stack.model.config.to_dict(), len(stack), stack.model.dtype.itemsize)
+            with TensorFile(folder.scratch("states")) as states, TensorFile(folder.scratch("arguments")) as arguments:
+                pool = ArgumentPool(arguments, stack.device)
+                _Gradients(stack, _first(sequences, tokens), states, pool, progress).run(folder)
+                states.path.unlink()
+        yield OutputMoments(folder.finished)
+        folder.remove()
+
+
+class OutputMoments:
+    """The moments of linears, in files. Those of experts, and of linears with several weights, have none."""
+
+    def __init__(self, files: Sequence[ArrayFile] = ()) -> None:
+        self._by_module = {module: file for file in files for module in file.names}
+
+    def of(self, modules: Iterable[str]) -> dict[str, Tensor]:
+        """Return the moments of some modules, float32 ``[blocks, ROW_BLOCK, ROW_BLOCK]``, as far as there are any."""
+        shape = (-1, ROW_BLOCK, ROW_BLOCK)
+        found = {module: self._by_module[module].read(module) for module in modules if module in self._by_module}
+        return {name: torch.from_numpy(data).view(torch.float32).reshape(shape) for name, data in found.items()}
+
+
+def _first(sequences: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
+    """Return the first sequences with at most so many tokens, at least one."""
+    chosen: list[Sequence[int]] = []
+    for sequence in sequences:
+        tokens -= len(sequence)
+        if chosen and tokens < 0:
+            break
+        chosen.append(sequence)
+    return chosen
+
+
+class _Gradients:
+    """One pass forward and one backward, which adds up the moments of one layer at a time."""
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        sequences: Sequence[Sequence[int]],
+        file: TensorFile,
+        pool: ArgumentPool,
+        progress: Progress | None,
+    ) -> None:
+        self.stack, self.sequences, self.file, self.progress = stack, sequences, file, progress
+        self.pool, self.moments, self._layers = pool, dict[str, Tensor](), 0
+        self._calls: list[tuple[LayerCall, ...]] = []
+
+    def run(self, folder: LayerWork) -> None:
+        """Finish the layers in a folder, the last one first."""
+        places = self._forward()
+        generator = torch.Generator().manual_seed(0)
+        with self.stack.weights.before_layers():
+            gradients = [
+                self.stack.loss_gradient(sequence, self._read(place), generator)
+                for sequence, place in zip(self.sequences, places.pop(), strict=True)
+            ]
+        for index in reversed(range(len(self.stack))):
+            with self.stack.weights.layer(index) as layer:
+                gradients = self._backward(index, layer, places.pop(), gradients)
+            found = {module: tensor_bytes(moments) for module, moments in self.moments.items()}
+            folder.finish(len(folder.finished), layer_content(found, {}))
+            self.moments.clear()
+            self._report(index)
+
+    def _forward(self) -> list[list[StoredTensor]]:
+        """Return the places of the hidden states of each sequence that enter each layer, and of the last ones."""
+        first: list[StoredTensor] = []
+        self._calls = self.stack.capture(self.sequences, self.pool, lambda _, hidden: first.append(self._keep(hidden)))
+        places = [first]
+        for index in range(len(self.stack)):
+            with self.stack.weights.layer(index) as layer, torch.inference_mode():
+                calls = (self._call(index, number) for number in range(len(self.sequences)))
+                states = zip(calls, places[-1], strict=True)
+                places.append([self._keep(call.run(layer, self._read(place))) for call, place in states])
+            self._report(index)
+        return places
+
+    def _backward(
+        self, index: int, layer: nn.Module, places: Sequence[StoredTensor], gradients: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Add up the moments of a layer, and return the gradients of the hidden states that enter it."""
+        paths = self._paths(index, layer, places[0])
+        entering = []
+        for number, (place, gradient) in enumerate(zip(places, gradients, strict=True)):
+            hidden, outputs = self._read(place).requires_grad_(), dict[str, Tensor]()
+            with ExitStack() as stack, torch.enable_grad():
+                for path in paths:
+                    on_output(stack, self.stack.model.get_submodule(path), partial(outputs.__setitem__, path))
+                output = self.pool.restore(self._calls[number][index], for_backward=True).run(layer, hidden)
+            wanted = [hidden, *(outputs[path] for path in paths)]
+            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            entering.append(torch.zeros_like(hidden) if found[0] is None else found[0])
+            for path, of_output in zip(paths, found[1:], strict=True):
+                if of_output is not None:
+                    self._add(paths[path], of_output)
+        return entering
+
+    def _paths(self, index: int, layer: nn.Module, place: StoredTensor) -> Mapping[str, str]:
+        """Return the linears of a layer in the order of execution: path in the model -> module in the checkpoint."""
+        path, sites = f"{self.stack.path}.{index}", self.stack.sites_of(index)
+        stages = find_stages(self.stack.model, path, layer, sites, self._call(index, 0), self._read(place))
+        return {
+            path: module
+            for stage in stages
+            if stage.outer is None and len(stage.paths) == len(stage.experts[0])
+            for path, module in zip(stage.paths, stage.experts[0], strict=True)
+        }
+
+    def _add(self, module: str, gradient: Tensor) -> None:
+        # Values that are not finite are named by the walk that follows, or are gradients beyond float16.
+        rows = gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num_(0.0, 0.0, 0.0)
+        blocks = -(-rows.shape[1] // ROW_BLOCK)
+        rows = torch.nn.functional.pad(rows, (0, blocks * ROW_BLOCK - rows.shape[1]))
+        rows = rows.view(len(rows), blocks, ROW_BLOCK).transpose(0, 1)
+        total = self.moments.setdefault(module, torch.zeros(blocks, ROW_BLOCK, ROW_BLOCK))
+        total += torch.bmm(rows.transpose(1, 2), rows).cpu()
+
+    def _call(self, index: int, number: int) -> LayerCall:
+        return self.pool.restore(self._calls[number][index])
+
+    def _keep(self, hidden: Tensor) -> StoredTensor:
+        return self.file.append(hidden)
+
+    def _read(self, place: StoredTensor) -> Tensor:
+        return self.file.read(place).to(self.stack.device)
+
+    def _report(self, index: int) -> None:
+        self._layers += 1
+        if self.progress is not None:
+            layers = len(self.stack)
+            self.progress(self._layers, 2 * layers, f"gradients of layer {index + 1} of {layers}")
