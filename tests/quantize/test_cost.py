@@ -20,11 +20,11 @@ from minifloat.commands.main import main
 from minifloat.errors import UsageError
 from minifloat.model.architecture.family import Role
 from minifloat.model.layouts import compressed_tensors
-from minifloat.model.plan.quantization import make_part
+from minifloat.model.plan.quantization import make_part, make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan, TensorPlan
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize import cost
-from minifloat.quantize.amount import enough_text
+from minifloat.quantize.amount import enough_text, fewest_sequences
 from minifloat.quantize.cost import DataCost, data_cost
 from minifloat.quantize.estimate import DEFAULT_TEXT, Rates, Tokens, rounding_work
 from minifloat.quantize.rounding.methods import DEFAULT_ROUNDING
@@ -148,6 +148,58 @@ def test_the_dry_run_and_the_run_say_one_sentence_and_stored_text_counts(tmp_pat
     assert record["problems"] == []
     assert record["tokens"] == {"kept": 480, "choosing": 48, "reported": 48, "length": 48}
     assert record["disk"] > 0
+
+
+MINUTES = ("--scheme", "mxfp4", "--data", "self", "--calibration-seq-len", "48", "--minutes")
+
+
+def test_as_much_text_is_taken_as_fits_in_the_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Callable[[int, int], None]
+) -> None:
+    machine(100 * GB, 1000 * GB)
+    monkeypatch.setattr(cost, "measure_rates", lambda *_: Rates.of_product(1e7))
+    model = write_model(tmp_path / "llama", "llama")
+
+    def taken(minutes: float) -> tuple[int, float]:
+        result = run(model, tmp_path / "out", *MINUTES, minutes, "--dry-run", "--json")
+        data = json.loads(result.output)["data"]
+        tokens = sum(data["tokens"][part] for part in ("kept", "choosing", "reported"))
+        return tokens // 48, (data["seconds"] + data["writing"]["seconds"]) / 60
+
+    least = taken(0.001)[0]
+    with Checkpoint.open(model) as checkpoint:
+        plan = make_plan(checkpoint, SCHEMES["mxfp4"], compressed_tensors.WRITER)
+        assert least == fewest_sequences(replace(DEFAULT_TEXT, seq_len=48), plan)
+    found = {minutes: taken(minutes) for minutes in (20.0, 60.0)}
+    for minutes, (sequences, estimated) in found.items():
+        assert sequences > least
+        assert 0.9 * minutes < estimated <= minutes
+    assert found[60.0][0] > 2 * found[20.0][0]
+
+
+def test_an_interrupted_run_with_minutes_goes_on_with_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "llama", "llama")
+    shared = ("--scheme", "mxfp4", "--data", "self", "--calibration-seq-len", "48")
+    first = run(model, tmp_path / "other", *shared, "--calibration-samples", "17")
+    assert first.exit_code == 0, first.output
+    (tmp_path / "out.minifloat-rounding").mkdir()
+    monkeypatch.setattr(cost, "measure_rates", lambda *_: Rates.of_product(1e18))
+    preview = run(model, tmp_path / "out", *shared, "--minutes", "1", "--dry-run")
+    assert "816 tokens of text" in preview.output  # of 17 sequences
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--data", "self", "--calibration-samples", "30"), "not both"),
+        (("--data", str(Path(__file__).parents[2] / "README.md")), "--data self"),
+        ((), "--data self"),
+    ],
+)
+def test_minutes_are_for_own_text_without_a_number(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = run(write_model(tmp_path / "llama", "llama"), tmp_path / "out", *arguments, "--minutes", "5")
+    assert result.exit_code == 2
+    assert words in result.output
 
 
 def test_a_run_without_room_is_refused_before_text_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

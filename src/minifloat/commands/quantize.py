@@ -67,6 +67,9 @@ def _scheme_help() -> str:
     "--calibration-samples", type=COUNT, help="Sequences of text.  [default: 512; --data: 284, more for wide linears]"
 )
 @click.option(
+    "--minutes", type=POSITIVE, metavar="M", help="With --data self: as much text as fits in this time, by an estimate."
+)
+@click.option(
     "--calibration-seq-len", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 512; 256 with --data]"
 )
 @click.option("--calibration-seed", default=0, show_default=True, type=int, help="Choice of documents, and of self.")
@@ -210,6 +213,8 @@ def _takes_hessians(params: SimpleNamespace) -> bool:
 
 def _data(params: SimpleNamespace) -> DataOptions | None:
     """Return the text of ``--data``, or the Hessians of ``--stats``, and the method; None without both."""
+    if params.minutes is not None and not params.data:
+        raise UsageError("--minutes needs --data self: without it no text is written")
     if not params.data and not _takes_hessians(params):
         if params.no_fold:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
@@ -230,4 +235,4 @@ def _data(params: SimpleNamespace) -> DataOptions | None:
         from minifloat.quantize.rounding.saved import hessians_path
 
         return DataOptions(rounding=rounding, hessians=hessians_path(params.stats))
-    return DataOptions(params.data, text, rounding)
+    return DataOptions(params.data, text, rounding, minutes=params.minutes)

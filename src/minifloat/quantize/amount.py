@@ -26,6 +26,11 @@ def enough_text(text: TextOptions, plan: QuantizationPlan, config: Mapping[str, 
     return text
 
 
+def fewest_sequences(text: TextOptions, plan: QuantizationPlan) -> int:
+    """Return the least number of sequences that the widest linear of a plan allows."""
+    return _sequences(text, TOKENS_PER_CHANNEL * widest(plan))
+
+
 def require_enough(text: TextOptions, width: int, cure: str) -> None:
     """Refuse sequences that leave too few tokens for linears of a width, before any of them is written or read."""
     if not text.held_out:

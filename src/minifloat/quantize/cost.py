@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.roles import expert_group
 from minifloat.model.plan.tensor_plan import QuantizationPlan, module_name
-from minifloat.quantize.amount import enough_text
+from minifloat.quantize.amount import enough_text, fewest_sequences
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.estimate import (
     WEIGHTS_SHARE,
@@ -126,13 +126,45 @@ def cost_of(
     checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, destination: Path
 ) -> tuple[TextOptions, Path, DataCost]:
     """Return the text with its number of sequences, the file of own text, and what the run takes."""
-    text = enough_text(data.text, plan, checkpoint.config)
     for source in as_sources(data.sources):
         if source.name != OWN_TEXT:
             locate(source)  # a name that does not exist is an error before the cost is said
     file = own_text_path(checkpoint.path, destination)
     files = file, beside(destination, WORK_SUFFIX)
-    return text, file, data_cost(checkpoint, plan, data.sources, text, data.rounding, destination, files)
+    rates, text = None, data.text
+    if data.minutes is not None:
+        rates, text = _text_in_time(checkpoint, plan, data, data.minutes, files)
+    text = enough_text(text, plan, checkpoint.config)
+    return text, file, data_cost(checkpoint, plan, data.sources, text, data.rounding, destination, files, rates)
+
+
+def _text_in_time(
+    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, minutes: float, files: tuple[Path, Path]
+) -> tuple[Rates, TextOptions]:
+    """Return the rates of this machine, and the text that it can write and round with in so many minutes.
+
+    A run that was interrupted goes on with the text that it wrote.
+    """
+    if data.text.samples is not None:
+        raise UsageError("give the number of sequences (--calibration-samples) or the time (--minutes), not both")
+    if all(source.name != OWN_TEXT for source in as_sources(data.sources)):
+        raise UsageError("--minutes needs text that the model writes (--data self); files have --calibration-samples")
+    rates = measure_rates(plan.scheme, torch.bfloat16, data.rounding.device)
+    least = fewest_sequences(data.text, plan)
+    written = _written(data.text, files[0])
+    if files[1].exists() and written >= least:
+        return rates, replace(data.text, samples=written)
+
+    def seconds(sequences: int) -> float:
+        text = replace(data.text, samples=sequences)
+        tokens, missing = Tokens.of(sequences, text), _to_write(data.sources, text, files[0])
+        writing = _writing(checkpoint, plan, missing, text, rates).seconds if missing else 0.0
+        return _work(checkpoint, plan, tokens, data.rounding).seconds(rates) + writing
+
+    samples = least
+    while seconds(more := samples + max(samples // 16, 1)) <= 60.0 * minutes:
+        samples = more
+    return rates, replace(data.text, samples=samples)
 
 
 def beside(destination: Path, suffix: str) -> Path:
@@ -148,14 +180,15 @@ def data_cost(
     options: RoundingOptions,
     output: Path,
     files: tuple[Path, Path],
+    rates: Rates | None = None,
 ) -> DataCost:
     """Return the cost of a run whose number of sequences is known; `files`: of own text, and the work folder."""
     tokens = Tokens.of(text.samples or 0, text)
     shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
     itemsize = max((_itemsize(tensor.source.dtype) for tensor in plan.tensors if tensor.parts), default=2)
-    work = rounding_work(shapes, checkpoint.config, tokens, follows=options.method.follows_quantized)
+    work = _work(checkpoint, plan, tokens, options)
     sequences = _to_write(sources, text, files[0])
-    rates = _rates(work, checkpoint, plan, sequences, text, options.device)
+    rates = rates or _rates(work, checkpoint, plan, sequences, text, options.device)
     codes = sum(out.nbytes for tensor in plan.tensors if tensor.parts for out in tensor.outputs)
     return DataCost(
         tokens,
@@ -168,6 +201,11 @@ def data_cost(
     )
 
 
+def _work(checkpoint: Checkpoint, plan: QuantizationPlan, tokens: Tokens, options: RoundingOptions) -> Work:
+    shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+    return rounding_work(shapes, checkpoint.config, tokens, follows=options.method.follows_quantized)
+
+
 def _itemsize(dtype: str) -> int:
     return 4 if dtype in ("F32", "F64") else 2
 
@@ -177,12 +215,16 @@ def _to_write(sources: Sequence[SourceLike], text: TextOptions, file: Path) -> i
     parsed = as_sources(sources)
     own = sum(source.weight for source in parsed if source.name == OWN_TEXT)
     wanted = round((text.samples or 0) * own / math.fsum(source.weight for source in parsed)) if own else 0
+    return max(wanted - _written(text, file), 0) if wanted else 0
+
+
+def _written(text: TextOptions, file: Path) -> int:
+    """Return the number of sequences of a text that a file has."""
     try:
-        written = read_token_file(file) if wanted else None
+        written = read_token_file(file)
     except (StatsError, StorageError):  # said when it is read for the run
-        written = None
-    there = 0 if written is None or written.settings.seq_len != text.seq_len else len(written.tokens)
-    return max(wanted - there, 0)
+        return 0
+    return 0 if written is None or written.settings.seq_len != text.seq_len else len(written.tokens)
 
 
 def _rates(

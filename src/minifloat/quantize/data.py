@@ -96,6 +96,8 @@ class DataOptions:
         rounding: Method, folding, device.
         hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
             ``"gptq"``.
+        minutes: Time for the text that the model writes and for rounding: as many sequences as fit, by an estimate from
+            the speed of this machine; needs the source ``"self"`` and `samples=None`.
         announce: Called with one sentence on tokens, time, memory and disk before text is written or read.
     """
 
@@ -103,6 +105,7 @@ class DataOptions:
     text: TextOptions = DEFAULT_TEXT
     rounding: RoundingOptions = DEFAULT_ROUNDING
     hessians: Path | None = None
+    minutes: float | None = None
     announce: Callable[[str], None] | None = None
 
     @classmethod

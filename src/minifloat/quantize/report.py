@@ -296,7 +296,7 @@ def _seen_text(rounding: Mapping[str, Any]) -> str:
     if not seen or not unseen or not seen["method"] or "tuned" in rounding:
         return ""
     ratio = unseen / seen["method"]
-    advice = "; more text would help (--calibration-samples)" if ratio > _OVERFIT else ""
+    advice = "; more text would help (--minutes, --calibration-samples)" if ratio > _OVERFIT else ""
     kl = _with_error(seen["method"], seen["method_error"])
     return f"{kl} nats on text of the statistics; held out {ratio:.2f}x{advice}"
 
