@@ -31,9 +31,11 @@ ONLY_MINIFLOAT = {
     "numa",
     "keep_alive_timeout",
     "read_timeout",
+    "reasoning_format",
     "request_timeout",
     "speculate",
     "threads",
+    "tool_format",
     "write_timeout",
 }
 

@@ -111,7 +111,7 @@ def _of_python(text: str) -> str:
         if len(escape) == 1:
             return _PYTHON_ESCAPES.get(escape, escape if escape in "\\'\"" else "\\" + escape)
         code = int(escape[1:], 16)
-        return chr(code) if code <= 0x10FFFF and not 0xD800 <= code < 0xE000 else "\ufffd"
+        return chr(code) if code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF else "\ufffd"
 
     return _escaped(_PYTHON_ESCAPE.sub(plain, text) if "\\" in text else text)
 
