@@ -27,6 +27,7 @@ from minifloat.quantize.data import DataOptions
 from minifloat.quantize.estimate import (
     WEIGHTS_SHARE,
     Rates,
+    Shapes,
     Tokens,
     Work,
     layers_of,
@@ -184,7 +185,7 @@ def data_cost(
 ) -> DataCost:
     """Return the cost of a run whose number of sequences is known; `files`: of own text, and the work folder."""
     tokens = Tokens.of(text.samples or 0, text)
-    shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+    shapes = _shapes(plan)
     itemsize = max((_itemsize(tensor.source.dtype) for tensor in plan.tensors if tensor.parts), default=2)
     work = _work(checkpoint, plan, tokens, options)
     sequences = _to_write(sources, text, files[0])
@@ -201,9 +202,12 @@ def data_cost(
     )
 
 
+def _shapes(plan: QuantizationPlan) -> Shapes:
+    return {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+
+
 def _work(checkpoint: Checkpoint, plan: QuantizationPlan, tokens: Tokens, options: RoundingOptions) -> Work:
-    shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
-    return rounding_work(shapes, checkpoint.config, tokens, follows=options.method.follows_quantized)
+    return rounding_work(_shapes(plan), checkpoint.config, tokens, follows=options.method.follows_quantized)
 
 
 def _itemsize(dtype: str) -> int:

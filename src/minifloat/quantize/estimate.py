@@ -12,6 +12,7 @@ from typing import Any
 
 from minifloat.calibration.options import TextOptions
 from minifloat.kernels import processors
+from minifloat.kernels.native import CONSTANTS
 from minifloat.model.architecture.roles import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
@@ -52,8 +53,6 @@ _PROCESS_BYTES = 512 << 20
 _TOGETHER = 64
 #: Tokens whose gradients are taken for the moments of outputs, with the hidden states of all layers in so many bytes.
 _MOMENT_TOKENS, _MOMENT_BYTES = 16384, 8 << 30
-#: Rows of a weight that exchange their errors: `minifloat.kernels.rounding.ROW_BLOCK`.
-_ROW_BLOCK = 64
 #: Passes of these tokens: forward, and once more with the way back.
 _MOMENT_PASSES = 4
 #: Share of the available memory that weights may take beside the cache of the engine.
@@ -229,7 +228,7 @@ def rounding_disk(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, ite
             layers[decoder_layer(module)] = layers.get(decoder_layer(module), 0) + group.width + residual
     inputs = 2 * max(layers.values(), default=0) * (tokens.kept + tokens.choosing)  # of the original and finished ones
     states = (len(layers) + 1) * moment_tokens(config, len(layers), itemsize) * hidden
-    moments = sum(_ROW_BLOCK * 4 * rows for rows, _ in shapes.values())
+    moments = sum(CONSTANTS["ROW_BLOCK"] * 4 * rows for rows, _ in shapes.values())
     return max(streams + inputs, states) * itemsize + moments + output_bytes
 
 

@@ -25,6 +25,7 @@ from minifloat.quantize.rounding.budget import Frontier
 from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, is_experts, kind_and_layer, mixture
 from minifloat.quantize.rounding.input_walk import Loss, Stream, measured_losses
 from minifloat.quantize.rounding.methods import Method, RoundingOptions
+from minifloat.quantize.rounding.texts import first_sequences
 
 #: Share of each bound that a choice aims at, and that it may take up when it is measured: bounds hold for whole
 #: intervals, and on other text.
@@ -236,7 +237,7 @@ def input_choice(
                 def report(done: int, total: int, where: str) -> None:
                     progress(done, total, f"measuring inputs: {where}")
 
-            part = _first(text, tokens)
+            part = CalibrationSet(first_sequences(text.sequences, tokens))
             return stack.enter_context(measured_losses(checkpoint, plan, part, streams, options, folder, report))
 
         found = losses(whole, _TOKENS, "inputs")
@@ -253,16 +254,6 @@ def input_choice(
             damages = tuple(by_group[group.name].kl if group.name in by_group else 0.0 for group in groups.groups)
             choice.groups, choice.damages, choice.layers_together = groups, damages, together
         yield choice
-
-
-def _first(text: CalibrationSet, tokens: int) -> CalibrationSet:
-    """Return the first sequences with about so many tokens, at least one."""
-    chosen: list[Sequence[int]] = []
-    for sequence in text.sequences:
-        if chosen and sum(map(len, chosen)) + len(sequence) > tokens:
-            break
-        chosen.append(sequence)
-    return CalibrationSet(tuple(map(tuple, chosen)))
 
 
 def joined_groups(groups: Groups, rounded: frozenset[str], visited: float = 1.0) -> tuple[Groups, int]:

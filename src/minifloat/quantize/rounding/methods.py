@@ -189,7 +189,7 @@ def _compensate_one(target: Tensor, grid: Grid, feedback: Feedback) -> Tensor:
     if grid.outputs is not None:
         between = factorize_rows(grid.outputs, len(target))
         rows, between_rows = between.order, between.matrix
-    ordered, scales = target[rows][:, columns], grid.row_scales()[rows]
+    ordered, scales = target[rows[:, None], columns], grid.row_scales()[rows]
     rounded = round_with_feedback(ordered, scales, groups, feedback.matrix, grid.spec.element, between_rows)
     codes = torch.empty_like(rounded)
     codes[rows[:, None], columns] = rounded

@@ -28,6 +28,7 @@ from minifloat.quantize.estimate import moment_tokens
 from minifloat.quantize.rounding.layer import tensor_bytes
 from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, layer_content
 from minifloat.quantize.rounding.stages import find_stages, on_output
+from minifloat.quantize.rounding.texts import first_sequences
 
 #: Suffix of the work folder.
 SUFFIX = "-outputs"
@@ -48,7 +49,7 @@ def output_moments(
             tokens = moment_tokens(stack.model.config.to_dict(), len(stack), stack.model.dtype.itemsize)
             with TensorFile(folder.scratch("states")) as states, TensorFile(folder.scratch("arguments")) as arguments:
                 pool = ArgumentPool(arguments, stack.device)
-                _Gradients(stack, _first(sequences, tokens), states, pool, progress).run(folder)
+                _Gradients(stack, first_sequences(sequences, tokens), states, pool, progress).run(folder)
                 states.path.unlink()
         yield OutputMoments(folder.finished)
         folder.remove()
@@ -65,17 +66,6 @@ class OutputMoments:
         shape = (-1, ROW_BLOCK, ROW_BLOCK)
         found = {module: self._by_module[module].read(module) for module in modules if module in self._by_module}
         return {name: torch.from_numpy(data).view(torch.float32).reshape(shape) for name, data in found.items()}
-
-
-def _first(sequences: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
-    """Return the first sequences with at most so many tokens, at least one."""
-    chosen: list[Sequence[int]] = []
-    for sequence in sequences:
-        tokens -= len(sequence)
-        if chosen and tokens < 0:
-            break
-        chosen.append(sequence)
-    return chosen
 
 
 class _Gradients:

@@ -67,7 +67,7 @@ def round_checkpoint(
             if options.method.weighs_outputs and len(folder.finished) <= len(stack):
                 found = output_moments(stack, texts.kept.sequences, fingerprint, work_dir, progress)
                 moments = exits.enter_context(found)
-            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, progress, groups, moments)
+            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, moments, progress, groups)
             walk.run(folder)
             if options.method.trains and len(folder.finished) == len(stack) + 1:
                 rounded = RoundedModel(folder.finished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minifloat.calibration.data import CalibrationSet, permuted
@@ -47,3 +48,14 @@ class SplitText:
     def first_reported(self) -> int:
         """Number of the first sequence that is only reported."""
         return len(self.kept.sequences) + len(self.choosing.sequences)
+
+
+def first_sequences(sequences: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Return the first sequences with at most so many tokens, at least one."""
+    chosen: list[tuple[int, ...]] = []
+    for sequence in sequences:
+        tokens -= len(sequence)
+        if chosen and tokens < 0:
+            break
+        chosen.append(tuple(sequence))
+    return tuple(chosen)

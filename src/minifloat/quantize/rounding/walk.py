@@ -52,7 +52,6 @@ from minifloat.quantize.rounding.texts import SplitText
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
 #: sequences alone, through layers that are rounded to nearest.
 QUANTIZED, NEAREST = "quantized", "nearest"
-NO_MOMENTS = OutputMoments()
 
 
 class RoundingWalk:
@@ -65,9 +64,9 @@ class RoundingWalk:
         texts: SplitText,
         options: RoundingOptions,
         config: Mapping[str, Any],
+        moments: OutputMoments,
         progress: Progress | None = None,
         groups: GroupsToMeasure | None = None,
-        moments: OutputMoments = NO_MOMENTS,
     ) -> None:
         self.moments = moments
         self.damage = None if groups is None else DamageStreams(groups)

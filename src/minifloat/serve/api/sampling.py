@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from minifloat.engine import MODEL_DEFAULTS, Grammar, SamplingParams, Thinking
+from minifloat.engine import Grammar, SamplingParams, Thinking
+from minifloat.engine.sampling import MODEL_DEFAULTS
 
 _SEEDS = 2**64
 
@@ -56,28 +57,16 @@ class Sampling:
         Raises:
             UsageError: If a value is out of range.
         """
-        fields = dict(defaults)
-        fields |= {name: value for name in MODEL_DEFAULTS if (value := getattr(self, name)) is not None}
-        fields["top_k"] = max(fields.get("top_k", 0), 0)
-        fields |= {name: getattr(self, name) for name in _PASSED_ON}
+        values = dict(defaults)
+        values |= {name: value for name in MODEL_DEFAULTS if (value := getattr(self, name)) is not None}
+        values["top_k"] = max(values.get("top_k", 0), 0)
+        values |= {name: getattr(self, name) for name in _PASSED_ON}
         if self.seed is None:
-            return [SamplingParams(**fields)] * self.n
-        return [SamplingParams(**fields, seed=(self.seed + index) % _SEEDS) for index in range(self.n)]
+            return [SamplingParams(**values)] * self.n
+        return [SamplingParams(**values, seed=(self.seed + index) % _SEEDS) for index in range(self.n)]
 
 
-_PASSED_ON = (
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop",
-    "logprobs",
-    "prompt_logprobs",
-    "logit_bias",
-    "grammar",
-    "visible",
-    "thinking",
-)
+_PASSED_ON = {each.name for each in fields(Sampling)} & {each.name for each in fields(SamplingParams)} - {
+    *MODEL_DEFAULTS,
+    "seed",
+}
