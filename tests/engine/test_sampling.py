@@ -40,6 +40,7 @@ from minifloat.errors import UsageError
         "stop_token_ids": [tuple(range(17))],
         "logprobs": [-1, 21],
         "prompt_logprobs": [-1, 21],
+        "forbidden": [((),), (tuple(range(65_537)),)],
         "logit_bias": [{1: 101.0}, {1: math.nan}, dict.fromkeys(range(1025), 1.0)],
     }.items(),
 )
@@ -49,6 +50,24 @@ def test_values_out_of_range_are_refused_by_name(name: str, values: list[Any]) -
             SamplingParams(**{name: value})
     with pytest.raises(UsageError, match=r"^min_tokens"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), max_size=8),
+)
+def test_tokens_that_would_end_a_forbidden_sequence_are_forbidden(words: list[list[int]], output: list[int]) -> None:
+    state = SamplingState(SamplingParams(forbidden=tuple(map(tuple, words))), [0, 1, 2, 3])
+    for token in output:
+        state.add(token)
+    found = np.flatnonzero(np.isinf(state.change(np.zeros(5, np.float32)))).tolist()
+    assert found == [token for token in range(5) if any([*output, token][-len(word) :] == word for word in words)]
+
+
+def test_a_text_whose_every_token_is_forbidden_is_an_error_of_the_request() -> None:
+    state = SamplingState(SamplingParams(temperature=0.0, forbidden=((0,), (1,))), [])
+    (choice,) = sample(torch.zeros(1, 2), [state])
+    assert isinstance(choice, UsageError)
 
 
 def logits_of(seed: int, vocab: int) -> torch.Tensor:

@@ -29,9 +29,10 @@ class Bench:
         )
         self.made = 0
 
-    def add(self, length: int, name: str | None = None) -> Sequence:
+    def add(self, length: int, name: str | None = None, priority: int = 0) -> Sequence:
         self.made += 1
-        request = Request(name or str(self.made), tuple(range(1000 * self.made, 1000 * self.made + length)))
+        tokens = tuple(range(1000 * self.made, 1000 * self.made + length))
+        request = Request(name or str(self.made), tokens, priority=priority)
         sequence = Sequence(
             request,
             TextStream(self.tokenizer, [], [], include_stop=False),
@@ -116,6 +117,32 @@ def test_the_youngest_gives_way_and_comes_back_before_those_that_wait(tokenizer:
     assert bench.lost == ["3", "2"]
     assert [sequence.request_id for sequence in bench.scheduler.waiting] == ["2", "3"]
     assert bench.scheduler.running[0].request_id == "1"
+
+
+@pytest.mark.parametrize(("seconds", "order"), [(10.0, ["3", "5", "1", "4", "2"]), (13.5, ["1", "2", "3", "5", "4"])])
+def test_lower_priorities_are_next_but_overtake_none_that_waits_long(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, order: list[str]
+) -> None:
+    bench = Bench(tokenizer, 100, max_sequences=1)
+    for priority in (0, 2, -1, 0, -1):
+        bench.add(4, priority=priority)  # at 1, 2, ... seconds
+    monkeypatch.setattr("minifloat.engine.scheduler.time.monotonic", lambda: seconds)
+    ran = []
+    for _ in range(5):
+        bench.step()
+        (sequence,) = bench.scheduler.running
+        ran.append(sequence.request_id)
+        bench.scheduler.finish(sequence)
+    assert ran == order
+
+
+def test_a_preempted_sequence_comes_back_before_all_priorities(tokenizer: Any) -> None:
+    bench = Bench(tokenizer, 100, max_sequences=1)
+    first = bench.add(4, priority=5)
+    bench.step()
+    bench.add(4, priority=-5)
+    bench.scheduler._preempt(first)
+    assert bench.step()[0].sequence is first
 
 
 def test_a_sequence_that_comes_back_is_not_the_youngest(tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Sequences
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -185,6 +186,7 @@ class Engine:
             ("prompt", prompt),
             ("logit_bias", tuple(params.logit_bias)),
             ("stop_token_ids", params.stop_token_ids),
+            ("forbidden", tuple(chain.from_iterable(params.forbidden))),
             ("visible", tuple(params.visible)),
             ("thinking", params.thinking.closing if params.thinking is not None else ()),
         ):

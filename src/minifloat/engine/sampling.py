@@ -41,6 +41,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  #: characters
 MAX_LOGIT_BIAS = 1024  #: entries
+MAX_BAD_TOKENS = 65536  #: of all forbidden sequences
 SEED_BITS = 64
 _MAX_TOP_K = 2**31 - 1
 #: Parameters whose defaults generation_config.json may contain.
@@ -100,6 +101,7 @@ class SamplingParams:
         prompt_logprobs_start: Index of the first token of the prompt whose log-probability is reported, at least 1. The
             tokens before it may come from the KV cache.
         logit_bias: Added to the logits of tokens, by token id.
+        forbidden: Sequences of tokens that the output never has.
         grammar: Rules that the text must follow; None: none.
         visible: Special tokens that are part of the text; others are left out.
         thinking: How the text begins if it thinks, which stop strings do not end; None: it does not.
@@ -126,6 +128,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    forbidden: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     visible: frozenset[int] = frozenset()
     thinking: Thinking | None = None
@@ -163,6 +166,8 @@ class SamplingParams:
             raise UsageError(f"prompt_logprobs_start: expected at least 1, got {self.prompt_logprobs_start}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise UsageError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} values of -100 .. 100")
+        if not all(self.forbidden) or sum(map(len, self.forbidden)) > MAX_BAD_TOKENS:
+            raise UsageError(f"forbidden: expected sequences of 1 token or more, of at most {MAX_BAD_TOKENS} in all")
 
     @cached_property
     def is_greedy(self) -> bool:
@@ -182,6 +187,7 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
+            or self.forbidden
             or self.min_tokens
             or self.grammar is not None
             or (self.thinking is not None and self.thinking.budget is not None)
@@ -277,6 +283,28 @@ _GRAMMAR_SECONDS = 0.01
 _LEAST_TIME = np.finfo(np.float64).tiny  #: keeps quotients finite
 
 
+class ForbiddenTokens:
+    """Finds the tokens that would end one of several sequences of tokens."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._always = [tokens[0] for tokens in sequences if len(tokens) == 1]
+        self._after: dict[int, list[tuple[list[int], int]]] = {}
+        for *before, last in sequences:
+            if before:
+                self._after.setdefault(before[-1], []).append((before, last))
+        self._longest = max(map(len, sequences)) - 1
+        self._recent: list[int] = []
+
+    def add(self, token: int) -> None:
+        if self._longest:
+            self._recent = [*self._recent, token][-self._longest :]
+
+    def now(self) -> list[int]:
+        recent = self._recent
+        ending = self._after.get(recent[-1], ()) if recent else ()
+        return self._always + [last for before, last in ending if recent[-len(before) :] == before]
+
+
 class SamplingState:
     """The state of one sequence that the choice of its next token depends on."""
 
@@ -294,6 +322,7 @@ class SamplingState:
         self._end = np.array(sorted(end_tokens), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.keys()), dtype=np.int64)
         self._bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._forbidden = ForbiddenTokens(params.forbidden) if params.forbidden else None
         self._counts: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt) if params.repetition_penalty != 1.0 else {}
         self._counts_tokens = bool(params.presence_penalty or params.frequency_penalty)
@@ -318,6 +347,8 @@ class SamplingState:
             return
         if self._forced:
             self._forced.pop()
+        if self._forbidden is not None:
+            self._forbidden.add(token)
         if self._counts_tokens:
             self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.repetition_penalty != 1.0:
@@ -339,6 +370,8 @@ class SamplingState:
             tokens = np.fromiter(self._counts.keys(), dtype=np.int64)
             counts = np.fromiter(self._counts.values(), dtype=np.float32)
             logits[tokens] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
+        if self._forbidden is not None:
+            logits[self._forbidden.now()] = -np.inf
         if self.grammar is not None:
             self.grammar.forbid(logits)
         if self.length < params.min_tokens:
@@ -473,6 +506,8 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0, *, d
             raise Postponed(logits) from None
         if params.changes_logits:
             token = int(changed.argmax())
+            if changed[token] == -math.inf and params.forbidden:
+                raise UsageError("forbidden: no other token may follow")
             if not math.isfinite(changed[token]):
                 raise NonFiniteLogits(f"the largest logit after penalties, biases and grammar is {changed[token]}")
         if not params.is_greedy:

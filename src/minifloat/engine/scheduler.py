@@ -1,11 +1,13 @@
 """Decides which tokens of which sequences the next step computes.
 
-First come, first served. Every running sequence that waits for one token gets one; the rest of the token budget goes to
-prompts, in pieces, oldest first (chunked prefill: Agrawal et al., "Sarathi-Serve", OSDI 2024). Beside running sequences
-the pieces are small, so that a long prompt delays the next token of the others by little. A prompt gets all its blocks
-when it is admitted. When an older sequence needs a block and none is free, the youngest sequence loses its blocks and
-is computed again later (preemption by recompute: Kwon et al., "PagedAttention", SOSP 2023). The oldest is therefore
-never preempted, and every waiting sequence becomes the oldest at some time: none starves.
+First come, first served, among requests of the same priority; lower priorities leave the queue first. A request that
+has waited for `LONGEST_WAIT` seconds is overtaken by none that came later. Every running sequence that waits for one
+token gets one; the rest of the token budget goes to prompts, in pieces, oldest first (chunked prefill: Agrawal et al.,
+"Sarathi-Serve", OSDI 2024). Beside running sequences the pieces are small, so that a long prompt delays the next token
+of the others by little. A prompt gets all its blocks when it is admitted. When an older sequence needs a block and
+none is free, the youngest sequence loses its blocks and is computed again later (preemption by recompute: Kwon et al.,
+"PagedAttention", SOSP 2023). The oldest is therefore never preempted, and every waiting sequence becomes the oldest at
+some time: none starves.
 
 If a request asks for the log-probabilities of tokens of its prompt, the logits before these tokens are computed. Such
 a prompt therefore shares only blocks before them, and a step computes only `SCORED_TOKENS` of such logits, because they
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from minifloat.kernels.decoder import BLOCK_TOKENS
 
 #: Tokens of prompts for which one step computes logits: 128 MiB with a vocabulary of 128 Ki.
 SCORED_TOKENS = 256
+#: Seconds after which no later request of another priority overtakes one that waits.
+LONGEST_WAIT = 10.0
 
 
 class WorkItem(NamedTuple):
@@ -80,7 +83,7 @@ class Scheduler:
         self.max_prompt_tokens_beside, self.max_scored_tokens = max_prompt_tokens_beside, max_scored_tokens
         self._preempted = preempted
         self._snapshots = snapshots
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._slots = list(reversed(range(max_sequences)))
         self.preemptions = 0
@@ -88,7 +91,7 @@ class Scheduler:
         self.prefix_hits = 0
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        bisect.insort(self.waiting, sequence, key=_rank)
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
@@ -220,15 +223,20 @@ class Scheduler:
         sequence.computed = 0
         sequence.state = State.WAITING
         sequence.preempted += 1
-        self.waiting.appendleft(sequence)
+        self.add(sequence)
         self.preemptions += 1
         self._preempted(sequence)
+
+    def _first(self) -> Sequence:
+        """Return the sequence that leaves the queue next."""
+        oldest = min(self.waiting, key=lambda other: other.timings.arrived)
+        return oldest if time.monotonic() - oldest.timings.arrived > LONGEST_WAIT else self.waiting[0]
 
     def _admit(self) -> Sequence | None:
         """Start the first sequence of the queue, if there are blocks for all its tokens and one more."""
         if not self.waiting or len(self.running) >= self.max_sequences:
             return None
-        sequence = self.waiting[0]
+        sequence = self._first()
         length = sequence.computable
         # The last token is always computed: the next token is chosen, or the last one scored, by its logits.
         if self.pool.shares:
@@ -242,7 +250,7 @@ class Scheduler:
         if blocks_for(needed) - len(shared) > self.pool.free:
             self.pool.release(shared)
             return None
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda other: other.timings.arrived)
         sequence.state = State.RUNNING
         sequence.slot = self._slots.pop()
@@ -259,6 +267,12 @@ class Scheduler:
         if sequence.cached is None:
             sequence.cached = sequence.computed
         return sequence
+
+
+def _rank(sequence: Sequence) -> tuple[bool, int, float]:
+    """Return the key by which sequences wait: preempted ones before all others, then by priority."""
+    is_new = not sequence.preempted
+    return is_new, is_new * sequence.request.priority, sequence.timings.arrived
 
 
 class Runner:

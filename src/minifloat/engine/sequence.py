@@ -15,10 +15,13 @@ from minifloat.engine.text import TextStream
 
 @dataclass(frozen=True)
 class Request:
+    """A prompt and how it is continued; requests of a lower `priority` leave the queue first."""
+
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True)

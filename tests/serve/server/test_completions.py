@@ -175,6 +175,36 @@ def test_log_probabilities_may_name_tokens_by_their_ids(client: Client, stream: 
     assert all(name in top for name, top in zip(names[1:], tops[1:], strict=True))
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tokens_of_prompts_and_answers_are_returned_as_in_vllm(tokenizer: Any, stream: bool) -> None:
+    def join(choices: list[Any], index: int) -> tuple[Any, list[int]]:
+        own = [choice for choice in choices if choice["index"] == index]
+        prompts = [choice["prompt_token_ids"] for choice in own if "prompt_token_ids" in choice]
+        return prompts, [token for choice in own for token in choice.get("token_ids", ())]
+
+    fields = {"max_tokens": 2, "n": 2, "return_token_ids": True, "stream": stream}
+    engine = FakeEngine(tokenizer, says=lambda request: tokenizer("<think>xy</think>z").input_ids)
+    engine.tokenizer.chat_template, template = "{{ '<think>' }}", engine.tokenizer.chat_template
+    try:
+        with running(engine) as client:
+            answer = client.chat(**fields | {"max_tokens": 17}, include_reasoning=False)
+            bodies = answer.events if stream else [answer.json]
+            prompts = [body["prompt_token_ids"] for body in bodies if "prompt_token_ids" in body]
+            assert prompts == [tokenizer("<think>").input_ids] * (2 if stream else 1)
+            choices = [choice for body in bodies for choice in body["choices"]]
+            for index in range(2):
+                assert join(choices, index)[1] == tokenizer("<think>xy</think>z").input_ids[:17]
+            engine.says = lambda request: None
+            for echo in (False, True):
+                answer = client.complete(["ab", "xyz"], **fields, echo=echo)
+                choices = [c for body in (answer.events if stream else [answer.json]) for c in body["choices"]]
+                for index, prompt in enumerate(["ab", "ab", "xyz", "xyz"]):
+                    tokens = tokenizer(prompt).input_ids
+                    assert join(choices, index) == ([tokens], tokens[:2])
+    finally:
+        tokenizer.chat_template = template
+
+
 def test_max_tokens_0_without_echo_is_refused(client: Client) -> None:
     answer = client.complete("abc", max_tokens=0)
     assert (answer.status, answer.error["param"]) == (400, "max_tokens")
@@ -287,6 +317,7 @@ def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
     }
     with running(engine) as client:
         other = {"stop": "zz", "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "cache_salt": "s"}
+        other |= {"priority": -3, "bad_words": ["ab", " c"]}
         assert client.complete(**fields, **other).status == 200
     (request,) = engine.requests
     for name, value in fields.items():
@@ -294,6 +325,8 @@ def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
         assert getattr(request.params, name) == expected, name
     assert (request.params.stop, request.params.include_stop) == (("zz",), True)
     assert dict(request.params.logit_bias) == {5: -1.5}
+    assert request.priority == -3
+    assert request.params.forbidden == tuple(tuple(tokenizer(word).input_ids) for word in ("ab", "c"))
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -311,6 +344,9 @@ def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias", "-100"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "287"),
         ({"stop": [""]}, "stop", "characters"),
+        ({"bad_words": [""]}, "bad_words", "characters"),
+        ({"bad_words": [" "]}, "bad_words", "no tokens"),
+        ({"priority": 0.5}, "priority", "integer"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "max_tokens"),
         ({"model": 3}, "model", "string"),
     ],

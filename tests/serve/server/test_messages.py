@@ -215,7 +215,7 @@ def written(events: list[Event], reason: str, stop: str | int | None, max_tokens
     for piece in pieces:
         answer.add(piece)
     writer = MessageWriter(MODEL, max_tokens)
-    writer.prompt_tokens = 10
+    writer.prompts = [(1,) * 10]
     whole = Message.model_validate(writer.answer([answer], usage).model_dump(exclude_unset=True), strict=True)
     chunks = [
         *writer.opening(),

@@ -163,6 +163,9 @@ class _UnusableTokenizer:
         {"stop": ["x"] * 100},
         {"stop": "x" * 10_000},
         {"stop_token_ids": list(range(10_000))},
+        {"bad_words": ["x"] * 1_000},
+        {"bad_words": ["x" * 10_000]},
+        {"priority": 2**63},
         {"logit_bias": {str(i): 1 for i in range(5_000)}},
         {"prompt": ["x"] * 10_000},
         {"prompt": [[1]] * 10_000},
@@ -181,6 +184,13 @@ def test_a_value_out_of_bounds_is_refused_before_anything_is_tokenized(fields: d
     with running(FakeEngine(_UnusableTokenizer())) as client:
         answer = client.complete(**{"prompt": "x", **fields})
         assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
+
+
+def test_tokens_of_prompts_are_bounded_in_an_answer(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minifloat.serve.server.service.MAX_PROMPT_LOGPROBS", 40)
+    assert client.complete([5] * 20, n=2, return_token_ids=True).status == 200
+    refused = client.complete([5] * 21, n=2, return_token_ids=True)
+    assert (refused.status, refused.error["param"]) == (400, "return_token_ids")
 
 
 def test_too_many_messages_or_parts_are_refused_before_anything_is_tokenized() -> None:

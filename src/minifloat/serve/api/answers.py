@@ -79,6 +79,7 @@ class CollectedAnswer:
 
     def __init__(self) -> None:
         self.parts: list[AnswerPart] = []
+        self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
@@ -89,6 +90,7 @@ class CollectedAnswer:
     def add(self, piece: Piece) -> None:
         for event in piece.events:
             self._add(event)
+        self.tokens += piece.delivery.tokens
         self.logprobs += piece.delivery.logprobs or ()
         self.prompt_logprobs = piece.delivery.prompt_logprobs or self.prompt_logprobs
         self.end(piece)
@@ -148,14 +150,15 @@ class Writer(ABC):
 
     Attributes:
         name: Random, for ids.
-        prompt_tokens: In the prompts, known from the opening on.
+        prompts: The tokens of each prompt, known from the opening on.
         end: The last bytes of every stream.
     """
 
     end = b"data: [DONE]\n\n"
 
     def __init__(self) -> None:
-        self.name, self.prompt_tokens = secrets.token_hex(12), 0
+        self.name = secrets.token_hex(12)
+        self.prompts: Sequence[tuple[int, ...]] = ()
 
     @abstractmethod
     def answer(self, answers: Sequence[CollectedAnswer], usage: TokenUsage) -> BaseModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -394,6 +394,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class CompletionTokensDetails(BaseModel):
@@ -414,6 +415,7 @@ class ChatCompletion(AnswerBody):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: ChatUsage
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -450,6 +452,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(AnswerBody):
@@ -458,6 +461,7 @@ class ChatChunk(AnswerBody):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: ChatUsage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -495,13 +499,22 @@ class ChatWriter(ChoiceWriter):
         """Return a chunk with the role for each choice."""
         ending = {"logprobs": None, "finish_reason": None, "stop_reason": None}
         role = Delta(role="assistant", content="")
-        return [self._chunk(ChatChunkChoice(index=index, delta=role, **ending)) for index in range(self._choices)]
+        choices = [ChatChunkChoice(index=index, delta=role, **ending) for index in range(self._choices)]
+        return [self._chunk(choice, **self._prompt_ids) for choice in choices]
+
+    @property
+    def _prompt_ids(self) -> dict[str, Any]:
+        """The field of an answer with the tokens of the prompt, if the request wants them."""
+        return {"prompt_token_ids": list(self.prompts[0])} if self._with_ids else {}
+
+    def answer(self, answers: Sequence[CollectedAnswer], usage: TokenUsage) -> BaseModel:
+        return super().answer(answers, usage).model_copy(update=self._prompt_ids)
 
     def _news(self, index: int, piece: Piece, ending: dict[str, Any]) -> list[BaseModel]:
         deltas = [delta for event in piece.events if (delta := self._delta(index, event)) is not None]
         if piece.finish_reason is not None and (not deltas or deltas[-1].content is None):
             deltas.append(Delta())
-        elif not deltas and piece.delivery.logprobs:
+        elif not deltas and (piece.delivery.logprobs or ending.get("token_ids")):
             deltas.append(Delta(content=""))
         if not deltas:  # thinking that is not shown, or the end of a call
             return []
@@ -513,6 +526,8 @@ class ChatWriter(ChoiceWriter):
         choices[0].logprobs = logprobs
         choices[-1].finish_reason = _reason(piece.finish_reason, index in self._called)
         choices[-1].stop_reason = ending["stop_reason"]
+        if self._with_ids:
+            choices[-1].token_ids = ending["token_ids"]
         return list(choices)
 
     def _delta(self, index: int, event: Event) -> Delta | None:
@@ -572,6 +587,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         thinking=body.include_reasoning,
         logprobs=body.logprobs,
         with_usage=body.wants_usage,
+        with_ids=body.return_token_ids,
     )
     conversation = await service.prompts.run_in_thread(body.conversation)  # long arguments of calls are parsed
     return await respond_to(conversation, body.sampling(), writer, service=service, caller=request, stream=body.stream)

@@ -19,12 +19,14 @@ from minifloat.engine.sampling import MAX_STOPS
 from minifloat.errors import UsageError
 from minifloat.serve.api.answers import CollectedAnswer, Piece, Writer
 from minifloat.serve.api.fields import (
+    BadWords,
     Choices,
     Count,
     JsonObjectFormat,
     JsonSchemaFormat,
     LogitBias,
     Natural,
+    Priority,
     Seed,
     Stop,
     Strict,
@@ -127,6 +129,9 @@ class SamplingRequest(Strict):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logit_bias: LogitBias | None = None
+    bad_words: BadWords = Field(default=[], description="Texts that no answer has.")
+    priority: Priority = Field(default=0, description="Of the requests that wait, those of the lowest are next.")
+    return_token_ids: bool = Field(default=False, description="Return the tokens of prompts and answers.")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(default=None, description="Rules of other kinds.")
     guided_json: Schema | None = Field(default=None, description="An older name of structured_outputs.json.")
@@ -185,6 +190,8 @@ class SamplingRequest(Strict):
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop=self.include_stop_str_in_output,
+            returns_ids=self.return_token_ids,
+            bad_words=tuple(self.bad_words),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             cache_salt=self.cache_salt or "",
             **others,
@@ -219,6 +226,7 @@ _SAME = (
     "max_tokens",
     "min_tokens",
     "ignore_eos",
+    "priority",
 )
 
 
@@ -276,9 +284,9 @@ class ChoiceWriter(Writer):
     answer_type: tuple[type[BaseModel], str]
     chunk_type: tuple[type[BaseModel], str]
 
-    def __init__(self, model: str, *, logprobs: bool, with_usage: bool) -> None:
+    def __init__(self, model: str, *, logprobs: bool, with_usage: bool, with_ids: bool = False) -> None:
         super().__init__()
-        self._logprobs, self._with_usage = logprobs, with_usage
+        self._logprobs, self._with_usage, self._with_ids = logprobs, with_usage, with_ids
         self._fields = {
             "id": f"{self.prefix}-{self.name}",
             "created": int(time.time()),
@@ -296,9 +304,10 @@ class ChoiceWriter(Writer):
 
     def piece(self, index: int, piece: Piece) -> list[BaseModel]:
         delivery = piece.delivery
-        if not (piece.events or delivery.logprobs or delivery.prompt_logprobs or piece.finish_reason):
+        tokens = delivery.tokens if self._with_ids else ()
+        if not (piece.events or delivery.logprobs or delivery.prompt_logprobs or piece.finish_reason or tokens):
             return []
-        ending = {"finish_reason": piece.finish_reason, "stop_reason": delivery.stop_reason}
+        ending = {"finish_reason": piece.finish_reason, "stop_reason": delivery.stop_reason} | self._ids(tokens)
         return [self._chunk(choice) for choice in self._news(index, piece, ending)]
 
     def closing(self, usage: TokenUsage) -> list[BaseModel]:
@@ -310,7 +319,11 @@ class ChoiceWriter(Writer):
     def answer(self, answers: Sequence[CollectedAnswer], usage: TokenUsage) -> BaseModel:
         body, kind = self.answer_type
         bodies = [
-            self._whole(index, answer, {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason})
+            self._whole(
+                index,
+                answer,
+                {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason} | self._ids(answer.tokens),
+            )
             for index, answer in enumerate(answers)
         ]
         return body(object=kind, choices=bodies, usage=self._usage(usage), **self._fields)
@@ -318,6 +331,11 @@ class ChoiceWriter(Writer):
     def _usage(self, usage: TokenUsage) -> Usage:
         return Usage.of(usage)
 
-    def _chunk(self, choice: BaseModel) -> BaseModel:
+    def _ids(self, tokens: Iterable[int]) -> dict[str, Any]:
+        """Return the field of a choice with its tokens, if the request wants them."""
+        return {"token_ids": list(tokens)} if self._with_ids else {}
+
+    def _chunk(self, choice: BaseModel, **others: Any) -> BaseModel:
         body, kind = self.chunk_type
-        return body(object=kind, choices=[choice], **self._fields, **({"usage": None} if self._with_usage else {}))
+        usage = {"usage": None} if self._with_usage else {}
+        return body(object=kind, choices=[choice], **self._fields, **usage, **others)

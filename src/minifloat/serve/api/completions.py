@@ -96,6 +96,8 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(AnswerBody):
@@ -152,13 +154,19 @@ class TextWriter(ChoiceWriter):
         self._offsets = [len(prompt.text) for prompt in prompts]
 
     def opening(self) -> list[BaseModel]:
-        """Return chunks with the echoed prompts; with log-probabilities they come with the first delivery instead."""
+        """Return chunks with the prompts; with log-probabilities their texts come with the first delivery instead."""
         ending = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        texts = ["" if self._logprobs else prompt.text for prompt in self._prompts]
         return [
-            self._chunk(CompletionChoice(index=index, text=prompt.text, **ending))
-            for index, prompt in enumerate(self._prompts)
-            if prompt.text and not self._logprobs
+            self._chunk(CompletionChoice(index=index, text=text, **ending, **self._ids(()), **self._prompt_ids(index)))
+            for index, text in enumerate(texts)
+            if text or self._with_ids
         ]
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """Return the field of a choice with the tokens of its prompt, if the request wants them."""
+        prompt = index * len(self.prompts) // len(self._prompts)
+        return {"prompt_token_ids": list(self.prompts[prompt])} if self._with_ids else {}
 
     def _news(self, index: int, piece: Piece, ending: dict[str, Any]) -> list[BaseModel]:
         delivery = piece.delivery
@@ -168,7 +176,8 @@ class TextWriter(ChoiceWriter):
 
     def _whole(self, index: int, answer: CollectedAnswer, ending: dict[str, Any]) -> BaseModel:
         logprobs = self._logprobs_of(index, answer.prompt_logprobs, answer.logprobs)
-        return CompletionChoice(index=index, text=self._prompts[index].text + answer.text, logprobs=logprobs, **ending)
+        text = self._prompts[index].text + answer.text
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, **ending, **self._prompt_ids(index))
 
     def _logprobs_of(
         self, index: int, of_prompt: Sequence[TokenLogprob | None] | None, of_new: Sequence[TokenLogprob]
@@ -221,6 +230,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         prompts=[prompt for prompt in echoed for _ in range(body.n)],
         logprobs=body.logprobs is not None,
         with_usage=body.wants_usage,
+        with_ids=body.return_token_ids,
         as_ids=body.return_tokens_as_token_ids,
     )
     sampling = await service.prompts.run_in_thread(body.sampling)

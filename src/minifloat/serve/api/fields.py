@@ -31,6 +31,7 @@ MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
 MAX_PARTS = 256
 MAX_STOP_CHARACTERS = 256
+MAX_BAD_WORDS = 256
 MAX_SCHEMA_NODES = 20_000
 MAX_SCHEMA_DEPTH = 64
 #: Longest list of tokens: longer than any model's context, short enough to validate quickly.
@@ -105,6 +106,15 @@ Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)],
     one_of(f"a string, or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} Unicode characters"),
 ]
+
+
+BadWords = Annotated[
+    list[StopString],
+    Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+    one_of(f"at most {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_CHARACTERS} Unicode characters"),
+    Unicode,
+]
+Priority = Annotated[int, Field(ge=-_TOKEN_MAX, le=_TOKEN_MAX), WrapValidator(whole)]
 
 
 def implies(field: str, value: dict[str, Any], **required: Any) -> dict[str, Any]:

@@ -387,7 +387,7 @@ class MessageWriter(PartWriter):
         return "tool_use" if any(part.kind == "call" for part in answer.parts) else "end_turn", None
 
     def opening(self) -> Iterable[StreamEvent]:
-        begun = self._message([], None, None, _usage(TokenUsage(self.prompt_tokens, 0, 0)))
+        begun = self._message([], None, None, _usage(TokenUsage(sum(map(len, self.prompts)), 0, 0)))
         return [StreamEvent.of("message_start", message=begun), StreamEvent.of("ping")]
 
     def _begin(self, index: int, part: AnswerPart) -> Iterable[StreamEvent]:

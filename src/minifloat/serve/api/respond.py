@@ -61,7 +61,7 @@ async def respond(
         MinifloatError: As `respond_to`.
     """
     generation = await service.submit(writer.name, prompts, sampling, caller)
-    writer.prompt_tokens = sum(map(len, prompts))
+    writer.prompts = prompts
     parsers = [parser() for _ in range(len(prompts) * sampling.n)]
     pieces, seconds = _pieces(generation, parsers), service.settings.request_timeout
     if stream:
@@ -70,7 +70,7 @@ async def respond(
         async with asyncio.timeout(seconds):
             answers = await unless_disconnected(caller.receive, _collected(pieces, len(parsers)))
         usage = total_usage(answers, sampling.n)
-        if any(answer.prompt_logprobs for answer in answers):
+        if sampling.returns_ids or any(answer.prompt_logprobs for answer in answers):
             return await asyncio.to_thread(_large, writer, answers, usage)
         return JSONResponse(writer.answer(answers, usage).model_dump(exclude_unset=True))
     except TimeoutError:

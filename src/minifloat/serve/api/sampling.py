@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minifloat.engine import Grammar, SamplingParams, Thinking
 from minifloat.engine.sampling import MODEL_DEFAULTS
+from minifloat.errors import UsageError
 
 _SEEDS = 2**64
 
@@ -21,7 +22,10 @@ class Sampling:
         temperature: None, here and in the next four: as the model's generation_config.json says.
         top_k: 0 or less: all tokens.
         must_fit: Whether a prompt that leaves no room for `max_tokens` is refused, and not answered in fewer.
+        bad_words: Texts that the answer never has, neither with nor without a space before.
+        returns_ids: Whether the answer has the tokens of prompts.
         cache_salt: Requests share cached prefixes only with their salt.
+        priority: Of the requests that wait, those of the lowest are next.
     """
 
     n: int = 1
@@ -43,16 +47,22 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
     grammar: Grammar | None = None
     visible: frozenset[int] = frozenset()
     thinking: Thinking | None = None
+    returns_ids: bool = False
     cache_salt: str = ""
+    priority: int = 0
 
-    def params(self, defaults: Mapping[str, Any]) -> list[SamplingParams]:
+    def params(
+        self, defaults: Mapping[str, Any], encode: Callable[[str], Sequence[int]] = lambda text: ()
+    ) -> list[SamplingParams]:
         """Return the engine's parameters of each answer, which differ in the seed.
 
         Args:
             defaults: Those of the model, by the names of `SamplingParams`.
+            encode: Returns the tokens of a text, without special tokens.
 
         Raises:
             UsageError: If a value is out of range.
@@ -61,9 +71,21 @@ class Sampling:
         values |= {name: value for name in MODEL_DEFAULTS if (value := getattr(self, name)) is not None}
         values["top_k"] = max(values.get("top_k", 0), 0)
         values |= {name: getattr(self, name) for name in _PASSED_ON}
+        values["forbidden"] = tuple(_token_sequences(self.bad_words, encode))
         if self.seed is None:
             return [SamplingParams(**values)] * self.n
         return [SamplingParams(**values, seed=(self.seed + index) % _SEEDS) for index in range(self.n)]
+
+
+def _token_sequences(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of words at the beginning of a text and, where they differ, after a space."""
+    for word in words:
+        alone, spaced = (tuple(encode(text)) for text in (word.lstrip(), f" {word.lstrip()}"))
+        if not alone:
+            raise UsageError("bad_words: one of them has no tokens")
+        yield alone
+        if spaced[-len(alone) :] != alone:
+            yield spaced
 
 
 _PASSED_ON = {each.name for each in fields(Sampling)} & {each.name for each in fields(SamplingParams)} - {

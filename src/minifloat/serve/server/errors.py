@@ -31,7 +31,11 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 504: "timeout_error", 529
 NO_THREADS = "thread_unsupported_request"
 _FIELD = re.compile(r"^([a-z_]+):")  #: messages of the engine begin with the parameter at fault
 #: Parameters of the engine that the API names differently.
-_API_NAMES = {"json_schema": "response_format", "include_stop": "include_stop_str_in_output"}
+_API_NAMES = {
+    "json_schema": "response_format",
+    "include_stop": "include_stop_str_in_output",
+    "forbidden": "bad_words",
+}
 
 
 class ErrorDetail(BaseModel):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-#: Log-probabilities of prompts in all answers to a request: one per token and alternative.
+#: Log-probabilities of prompts in all answers to a request, one per token and alternative, and token ids of prompts.
 MAX_PROMPT_LOGPROBS = 1 << 19
 #: Characters, or tokens, of a text that is processed in less than about 10 ms.
 _SHORT = 10_000
@@ -84,6 +84,10 @@ class Prompts:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # verbose would log a warning about long texts, which are refused elsewhere
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+
+    def encode_word(self, text: str) -> list[int]:
+        """Return the tokens of a short text, without special tokens."""
+        return self._encode(text, False)
 
     async def encode_chat(self, conversation: Conversation) -> Dialog:
         """Return a conversation with its prompt."""
@@ -174,9 +178,15 @@ class Service:
             raise invalid(
                 f"prompt: {len(prompts)} with {sampling.n} answers each; at most {max_answers} answers in all", "n"
             )
-        count = 0
+        count, returned = 0, sum(map(len, prompts)) * sampling.n
+        if sampling.returns_ids and returned > MAX_PROMPT_LOGPROBS:
+            raise invalid(
+                f"return_token_ids: {returned} tokens of prompts; at most {MAX_PROMPT_LOGPROBS}: send fewer prompts at "
+                "a time, or ask for fewer answers",
+                "return_token_ids",
+            )
         if sampling.prompt_logprobs is not None:
-            count = sum(map(len, prompts)) * sampling.n * (1 + sampling.prompt_logprobs)
+            count = returned * (1 + sampling.prompt_logprobs)
             if count > MAX_PROMPT_LOGPROBS:
                 raise invalid(
                     f"logprobs: {count} numbers for the tokens of the prompts; at most {MAX_PROMPT_LOGPROBS}: "
@@ -186,7 +196,7 @@ class Service:
         params = await self.prompts.run_in_thread(self._params, prompts, sampling)
         salt = f"{caller.scope['state'].get('api_key', '')}/{sampling.cache_salt}"
         requests = [
-            Request(f"{name}-{index}", prompt, params[choice], salt)
+            Request(f"{name}-{index}", prompt, params[choice], salt, sampling.priority)
             for index, (prompt, choice) in enumerate((prompt, n) for prompt in prompts for n in range(sampling.n))
         ]
         self._hold(count)
@@ -209,7 +219,7 @@ class Service:
 
     def _params(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> list[SamplingParams]:
         """Return the parameters of each answer to a prompt, which every prompt leaves room for."""
-        params = sampling.params(self.engine.engine.generation_defaults)
+        params = sampling.params(self.engine.engine.generation_defaults, self.prompts.encode_word)
         for prompt in prompts:
             self.engine.engine.check(prompt, params[0])
             _require_room(prompt, sampling, self.info.max_model_len)
