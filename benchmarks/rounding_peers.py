@@ -22,6 +22,7 @@ from pathlib import Path
 import click
 
 from minifloat.calibration.calibrate import load_texts
+from minifloat.calibration.own_text import own_text_path
 from minifloat.checkpoint import Checkpoint
 from minifloat.evaluate.compare.options import CompareOptions
 from minifloat.evaluate.compare.run import compare_models
@@ -37,7 +38,7 @@ THEIRS = {"mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"}
 def write_tokens(model: Path, sources: list[str], folder: Path, out: Path) -> Path:
     """Write the sequences that `quantize --data` takes statistics from, as JSON; return the path."""
     with Checkpoint.open(model) as checkpoint:
-        own_text_file = folder / f"{model.name}.self-text.safetensors"
+        own_text_file = own_text_path(model, folder / out.stem, DEFAULT_TEXT.seq_len)
         texts = load_texts(checkpoint, sources, DEFAULT_TEXT, own_text_file=own_text_file)
     kept, _ = texts.held_out(DEFAULT_TEXT.held_out)
     print(f"{out.stem}: {len(kept.sequences)} sequences, {kept.tokens:,} tokens", flush=True)

@@ -371,7 +371,7 @@ def test_calibrate_keeps_the_text_beside_the_statistics(llama_folder: Path, tmp_
     result = CliRunner().invoke(main, [*arguments, "--seq-len", "8"])
     assert result.exit_code == 0, result.output
     assert "self: kind self, weight 1.000, sequences 4, tokens 32" in " ".join(result.output.split())
-    text = read_token_file(tmp_path / f"{llama_folder.name}.self-text.safetensors")
+    text = read_token_file(tmp_path / f"{llama_folder.name}.self-text-8.safetensors")
     assert text is not None
     assert np.array_equal(text.tokens, np.array(write(llama_folder, samples=4, seq_len=8).sequences))
 
@@ -382,23 +382,36 @@ def test_every_command_keeps_the_text_of_a_model_in_one_file(llama_folder: Path,
         assert result.exit_code == 0, result.output
         return {path.name for path in tmp_path.iterdir() if path.is_file()}
 
-    model, text = str(llama_folder), f"{llama_folder.name}.self-text.safetensors"
+    model, text = str(llama_folder), f"{llama_folder.name}.self-text-16.safetensors"
     sizes, scheme = ("--calibration-samples", "30", "--calibration-seq-len", "16"), ("--scheme", "fp8-static")
     files = run("calibrate", model, str(tmp_path / "a"), "--data", "self", "--samples", "30", "--seq-len", "16")
     assert {text} == {name for name in files if "self" in name}
     written = (tmp_path / text).read_bytes()
     assert run("quantize", model, str(tmp_path / "b"), *scheme, "--calibration", "self", *sizes) == files
     assert run("quantize", model, str(tmp_path / "c"), *scheme, "--data", "self", *sizes) == files
+    longer = run("calibrate", model, str(tmp_path / "d"), "--data", "self", "--samples", "30", "--seq-len", "24")
+    assert f"{llama_folder.name}.self-text-24.safetensors" in longer
     assert (tmp_path / text).read_bytes() == written
 
 
-def test_text_under_its_former_name_is_used_on(tmp_path: Path) -> None:
-    new, old = tmp_path / "llama.self-text.safetensors", tmp_path / "a.self.safetensors"
-    assert own_text_path("llama", tmp_path / "a.safetensors", old.name) == new
-    old.touch()
-    assert own_text_path("org/llama", tmp_path / "a.safetensors", old.name) == old
-    new.touch()
-    assert own_text_path("org/llama", tmp_path / "a.safetensors", old.name) == new
+def test_text_under_its_former_name_is_used_on_by_runs_of_its_length(llama_folder: Path, tmp_path: Path) -> None:
+    former, older = tmp_path / "model.self-text.safetensors", tmp_path / "a.self.safetensors"
+
+    def path(seq_len: int) -> Path:
+        return own_text_path("org/model", tmp_path / "a.safetensors", seq_len, older.name)
+
+    def own(seq_len: int) -> Path:
+        return tmp_path / f"model.self-text-{seq_len}.safetensors"
+
+    assert path(8) == own(8)
+    write(llama_folder, seq_len=8, file=older)
+    assert (path(8), path(16)) == (older, own(16))
+    write(llama_folder, seq_len=16, file=former)
+    assert (path(8), path(16), path(24)) == (older, former, own(24))
+    former.write_bytes(b"damaged")
+    assert path(16) == own(16)
+    own(8).touch()
+    assert path(8) == own(8)
 
 
 def test_a_model_without_a_tokenizer_writes_its_text(copy: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_text_of_the_model_itself_is_kept_and_the_command_names_all_options(
 ) -> None:
     result = run(llama, tmp_path / "out", "--scheme", "mxfp4", "--data", "self", "--method", "gptq", *no_fold, *TEXT)
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "llama.self-text.safetensors").exists()
+    assert (tmp_path / "llama.self-text-32.safetensors").exists()
     report = json.loads((tmp_path / "out" / "minifloat.json").read_text())
     folding = " --no-fold" if no_fold else ""
     expected = f"--scheme mxfp4 --method gptq --data self{folding} {' '.join(TEXT)}"

@@ -37,7 +37,7 @@ from minifloat.checkpoint.hub import model_name
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.schema import any_object, exact_fields, integer, map_of, or_null, text
 from minifloat.engine import Engine, EngineOptions, Request, SamplingParams
-from minifloat.errors import AlreadyQuantizedError, ChatTemplateError, DataError, StatsError, UsageError
+from minifloat.errors import AlreadyQuantizedError, ChatTemplateError, DataError, StatsError, StorageError, UsageError
 from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.full_config import position_limit
 from minifloat.model.runtime.config import plain_config
@@ -142,12 +142,24 @@ _COMPANION = "companion"
 _CONTENT = "OWNTEXTCONTENT"
 
 
-def own_text_path(model: str | os.PathLike[str], out: Path, former: str | None = None) -> Path:
-    """Return the file beside an output that keeps the text of a model; one with the `former` name is used on."""
-    out = out.absolute()
-    path = out.with_name(f"{model_name(model).rpartition('/')[2]}.self-text.safetensors")
-    old = path if former is None else out.with_name(former)
-    return old if old.exists() and not path.exists() else path
+def own_text_path(model: str | os.PathLike[str], out: Path, seq_len: int, former: str | None = None) -> Path:
+    """Return the file beside an output that keeps a model's text of one length.
+
+    A file of this length under a name of earlier versions, MODEL.self-text.safetensors or `former`, is used on.
+    """
+    out, name = out.absolute(), f"{model_name(model).rpartition('/')[2]}.self-text"
+    path = out.with_name(f"{name}-{seq_len}.safetensors")
+    earlier = (out.with_name(old) for old in (f"{name}.safetensors", former) if old is not None)
+    return path if path.exists() else next((old for old in earlier if _length(old) == seq_len), path)
+
+
+def _length(file: Path) -> int | None:
+    """Return the tokens of a sequence in a file of own text; None if it cannot be read."""
+    try:
+        written = read_token_file(file)
+    except (StatsError, StorageError):
+        return None
+    return None if written is None else written.settings.seq_len
 
 
 class ShortMemoryError(UsageError):

@@ -52,7 +52,8 @@ def calibrate(
     DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the name of a data set of the hub, with options
     after a #: gsm8k.jsonl#column=question,weight=2
 
-    DATA self is text that the model itself writes; it is kept beside STATS, in MODEL.self-text.safetensors.
+    DATA self is text that the model itself writes; it is kept beside STATS, in MODEL.self-text-512.safetensors,
+    where 512 is --seq-len.
 
     With --hessians, the folder *.hessians beside STATS serves GPTQ in every scheme without text. It takes half
     the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
@@ -76,7 +77,7 @@ def calibrate(
         values,
         work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
         rule=parsed,
-        own_text_file=own_text_path(model, stats, f"{stats.stem}.self{stats.suffix}"),
+        own_text_file=own_text_path(model, stats, values["seq_len"], f"{stats.stem}.self{stats.suffix}"),
     )
 
     with progress_bar(enabled=not as_json) as progress:

@@ -179,14 +179,15 @@ def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibrat
 
     if params.stats is not None:
         return Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation)
+    seq_len = params.calibration_seq_len or DEFAULT_SEQ_LEN
     options = CalibrateOptions(
         samples=params.calibration_samples or DEFAULT_SAMPLES,
-        seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
+        seq_len=seq_len,
         seed=params.calibration_seed,
         rule=params.rule,
         max_saturation=params.max_saturation,
         own_text_file=own_text_path(
-            params.model, params.out, f"{params.out.absolute().name}.calibration-self.safetensors"
+            params.model, params.out, seq_len, f"{params.out.absolute().name}.calibration-self.safetensors"
         ),
         from_quantized=params.from_quantized,
         revision=params.revision,

@@ -130,7 +130,7 @@ def cost_of(
     for source in as_sources(data.sources):
         if source.name != OWN_TEXT:
             locate(source)  # a name that does not exist is an error before the cost is said
-    file = own_text_path(checkpoint.path, destination)
+    file = own_text_path(checkpoint.path, destination, data.text.seq_len)
     files = file, beside(destination, WORK_SUFFIX)
     rates, text = None, data.text
     if data.minutes is not None:

@@ -18,7 +18,7 @@ from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.scheme import SCHEMES
-from minifloat.quantize.rounding.damage import token_kl
+from minifloat.quantize.rounding.damage import token_divergence
 from minifloat.quantize.rounding.input_walk import Stream, measured_losses
 from minifloat.quantize.rounding.methods import Grid, RoundingOptions
 
@@ -32,7 +32,9 @@ def losses(original: PreTrainedModel, other: PreTrainedModel, text: CalibrationS
     ids = torch.tensor(text.sequences)
     pairs = list(zip(original(ids).logits, other(ids).logits, strict=True))
     changed = torch.cat([one.argmax(-1) != two.argmax(-1) for one, two in pairs])
-    return float(torch.cat([token_kl(one, two) for one, two in pairs]).mean()), float(changed.double().mean())
+    return float(torch.cat([token_divergence(one, two)[0] for one, two in pairs]).mean()), float(
+        changed.double().mean()
+    )
 
 
 def round_inputs(model: PreTrainedModel, modules: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minifloat.calibration.layerwise.storage import StoredTensor
 from minifloat.errors import NonFiniteError
+from minifloat.kernels.divergence import divergence
 from minifloat.numerics.scheme import Scheme
 
 
@@ -78,20 +79,24 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
     """Return the divergence over some sequences."""
     nearest, method, changed = KLMeans(), KLMeans(), KLMeans()
     for original, *others in logits:
-        changed.add((original.argmax(-1) != others[-1].argmax(-1))[None])
         for candidate, means in zip(others, (nearest, method), strict=True):
-            means.add(token_kl(original, candidate)[None])
+            divergences, differs = token_divergence(original, candidate)
+            means.add(divergences[None])
             if not math.isfinite(means.means[-1]):
                 raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(means.means) - 1}")
+        changed.add(differs[None])
     by_sequence = (tuple(nearest.means), tuple(method.means))
     errors = nearest.error, method.error
     return Divergence(nearest.total, nearest.mean, method.mean, *errors, changed.mean, *by_sequence)
 
 
-def token_kl(original: Tensor, candidate: Tensor) -> Tensor:
-    """Return KL(original || candidate) in nats of each token, ``[T]``, from logits ``[T, V]``."""
-    base, other = original.float().log_softmax(-1), candidate.float().log_softmax(-1)
-    return torch.nn.functional.kl_div(other, base, reduction="none", log_target=True).sum(-1)
+def token_divergence(original: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(original || candidate) in nats of each token, ``[T]``, and whether their most probable tokens differ.
+
+    Logits are ``[T, V]``.
+    """
+    kl, of_original, of_candidate = divergence(original, candidate)
+    return kl, of_original.top[:, 0] != of_candidate.top[:, 0]
 
 
 #: Held-out tokens that go through the model twice per group: at most, and at least for the largest models.
@@ -194,7 +199,7 @@ class DamageStreams:
             logits = logits_of(sequences[number], [original[number], *places])
             base = next(logits)
             for of_stream, candidate in zip(means.values(), logits, strict=True):
-                of_stream.add(token_kl(base, candidate)[None])
+                of_stream.add(token_divergence(base, candidate)[0][None])
         by_kind = {kind: {group: means[kind, group].mean for group in self.started} for kind in kinds}
         return {"tokens": means["kl", ""].total, "kl": means["kl", ""].mean, **by_kind}
 

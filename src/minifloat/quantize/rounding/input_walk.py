@@ -25,7 +25,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.rounding.damage import KLMeans, Places, token_kl
+from minifloat.quantize.rounding.damage import KLMeans, Places, token_divergence
 from minifloat.quantize.rounding.layer import PlannedWeights
 from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, layer_content
@@ -147,8 +147,9 @@ class _InputWalk:
             logits = self.stack.logits_of(sequence, map(hidden.read, places))
             original = next(logits)
             for (kl, changed), candidate in zip(means.values(), logits, strict=True):
-                kl.add(token_kl(original, candidate)[None])
-                changed.add((original.argmax(-1) != candidate.argmax(-1))[None])
+                divergences, differs = token_divergence(original, candidate)
+                kl.add(divergences[None])
+                changed.add(differs[None])
         return {name: Loss(kl.mean, changed.mean) for name, (kl, changed) in means.items()}
 
 

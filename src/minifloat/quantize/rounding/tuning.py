@@ -28,7 +28,7 @@ from minifloat.kernels.memory import available_memory
 from minifloat.model.architecture.roles import text_config
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.tensor import QuantizedTensor
-from minifloat.quantize.rounding.damage import KLMeans, token_kl
+from minifloat.quantize.rounding.damage import KLMeans, token_divergence
 from minifloat.quantize.rounding.layer import tensor_bytes
 from minifloat.quantize.rounding.methods import TuneOptions, error_of
 from minifloat.quantize.rounding.rounded_model import Bytes, RoundedModel, layer_content
@@ -165,7 +165,8 @@ class Trainer:
         means, parameters = KLMeans(), self.student.parameters()
         with torch.no_grad():
             for ids in self._passes(sequences):
-                means.add(self._divergences(ids, parameters))
+                original, own = self.student.original_logits(ids), self.student.logits(ids, parameters)
+                means.add(token_divergence(original.flatten(0, 1), own.flatten(0, 1))[0].reshape(ids.shape))
         return means
 
     def _step(self, step: int, batch: Sequence[Sequence[int]]) -> float:
@@ -175,7 +176,7 @@ class Trainer:
             group["lr"] = group["rate"] * factor
         tokens, total, parameters = sum(map(len, batch)), 0.0, self.student.parameters()
         for ids in self._passes(batch):
-            loss = self._divergences(ids, parameters).sum() / tokens
+            loss = self._loss(ids, parameters) / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         self.student.set_gradients(parameters)
@@ -190,9 +191,11 @@ class Trainer:
             latent.clamp()
         return total
 
-    def _divergences(self, ids: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return KL(original || student) of each token, float32 ``[B, T]``."""
-        return token_kl(self.student.original_logits(ids), self.student.logits(ids, parameters))
+    def _loss(self, ids: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return KL(original || student), the sum of all tokens, in float32 with gradients."""
+        original = self.student.original_logits(ids).float().log_softmax(-1)
+        own = self.student.logits(ids, parameters).float().log_softmax(-1)
+        return torch.nn.functional.kl_div(own, original, reduction="sum", log_target=True)
 
     def _passes(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield token ids ``[B, T]``: sequences of one length together, as far as their logits fit."""

@@ -28,7 +28,7 @@ from minifloat.quantize.rounding.damage import (
     KLMeans,
     Places,
     measure_divergence,
-    token_kl,
+    token_divergence,
 )
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
@@ -125,7 +125,7 @@ class RoundingWalk:
         found = KLMeans()
         for number in both[::step]:
             original, quantized = (self._logits(walk, hidden, stream, number) for stream in (ORIGINAL, QUANTIZED))
-            found.add(token_kl(original, quantized)[None])
+            found.add(token_divergence(original, quantized)[0][None])
         return {"tokens": found.total, "method": found.mean, "method_error": found.error} if both else {}
 
     def _logits(self, walk: LayerWalk, hidden: TensorFile, stream: str, number: int) -> Tensor:
