@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +119,22 @@ def attack(case: Case, grammars: Grammars, schema: dict[str, Any]) -> None:
             state.add(tokens[len(tokens) // 2])
     except UsageError:
         return
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_only_a_task_that_takes_long_gets_a_lower_priority(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda _, thread, __: lowered.append(thread))
+    schema = {"type": "object", "properties": {f"k{index}": {"type": "boolean"} for index in range(200)}}
+    for seconds, expected in ((60.0, 0), (0.0, 1)):
+        grammars = case.grammars(long_seconds=seconds)
+        state = grammars.begin(Grammar.json_schema(schema))
+        while not state.ready.done():
+            grammars.lower_long()
+        assert len(lowered) == expected
+        assert not state.compiled.worker.lowered, "what follows is quick again"
+        state.add(allowed(state, case.vocab)[0])
+        assert allowed(state, case.vocab)
 
 
 @pytest.mark.parametrize("name", ATTACKS)

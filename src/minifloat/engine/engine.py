@@ -311,6 +311,7 @@ class Engine:
         """
         with current(self._device):
             started = time.perf_counter()
+            self._grammars.lower_long()
             deliveries = self._resume()
             step = self._begin_step()
             choices = step.wait()

@@ -131,7 +131,8 @@ class GrammarLimits:
     idle: int = 4  # without a text, kept for the next request
     seconds: float = 10.0  # processor time that the texts of a grammar begin with, and have in store at most
     seconds_per_token: float = 0.02
-    nice: int = 19
+    long_seconds: float = 0.05  # processor time of one task, after which it gives way to the engine
+    nice: int = 10  # of such a task
     # `llguidance.LLParserLimits`: no attack took two seconds for a step, or 256 MiB.
     parser: dict[str, int] = field(
         default_factory=lambda: {
@@ -181,6 +182,46 @@ class GrammarState:
         self.grammars.close_state(self)
 
 
+class _Worker:
+    """A thread that executes one task after another.
+
+    Nearly all tasks take less than a millisecond. Beside other programs on a full machine, a thread of low priority
+    takes minutes for them, so only one whose task takes long is lowered. An ordinary user cannot raise it again.
+    """
+
+    def __init__(self) -> None:
+        self.lowered = False
+        self._thread = self._native = 0
+        self._started: float | None = None  # processor time of the thread when its task began
+        self._tasks = ThreadPoolExecutor(1, thread_name_prefix="minifloat-grammar", initializer=self._begin)
+
+    def submit(self, task: Callable[..., None], *arguments: Any) -> None:
+        self._tasks.submit(self._run, task, *arguments)
+
+    def close(self) -> None:
+        self._tasks.shutdown(wait=False, cancel_futures=True)
+
+    def lower(self, seconds: float, nice: int) -> None:
+        """Lower the priority of the thread if its task has taken longer; the thread must not have been closed."""
+        started = self._started
+        if self.lowered or started is None or sys.platform != "linux":  # elsewhere only processes have priorities
+            return
+        if time.clock_gettime(time.pthread_getcpuclockid(self._thread)) - started > seconds:
+            nice = max(nice, os.getpriority(os.PRIO_PROCESS, self._native))
+            os.setpriority(os.PRIO_PROCESS, self._native, nice)
+            self.lowered = True
+
+    def _begin(self) -> None:
+        self._thread, self._native = threading.get_ident(), threading.get_native_id()
+
+    def _run(self, task: Callable[..., None], *arguments: Any) -> None:
+        self._started = time.thread_time()
+        try:
+            task(*arguments)
+        finally:
+            self._started = None
+
+
 class _Compiled:
     """A grammar with its thread and its texts; equal grammars share one."""
 
@@ -191,9 +232,7 @@ class _Compiled:
         self.first: Any = None
         self.first_mask: bytes | None = None
         self.states: set[GrammarState] = set()
-        self.thread = ThreadPoolExecutor(
-            1, thread_name_prefix="minifloat-grammar", initializer=_lower_priority, initargs=(limits.nice,)
-        )
+        self.worker = _Worker()
 
 
 class Grammars:
@@ -249,7 +288,7 @@ class Grammars:
             if compiled is None:
                 self._make_room()
                 compiled = _Compiled(grammar, self.limits)
-                compiled.thread.submit(self._compile, compiled, tokenizer)
+                compiled.worker.submit(self._compile, compiled, tokenizer)
             self._compiled[grammar.source] = compiled
             state = GrammarState(self, compiled)
             compiled.states.add(state)
@@ -269,7 +308,14 @@ class Grammars:
     def _forget(self, compiled: _Compiled) -> None:
         if self._compiled.get(compiled.source) is compiled:
             del self._compiled[compiled.source]
-        compiled.thread.shutdown(wait=False, cancel_futures=True)
+        compiled.worker.close()
+
+    def lower_long(self) -> None:
+        """Let tasks that take long give way to the thread that calls this."""
+        if self._compiled:
+            with self._answers:
+                for compiled in self._compiled.values():
+                    compiled.worker.lower(self.limits.long_seconds, self.limits.nice)
 
     def wait(self, states: Iterable[GrammarState], seconds: float, *, until_added: bool = False) -> None:
         """Wait until the next tokens of texts are known, or seconds have passed."""
@@ -291,7 +337,7 @@ class Grammars:
                 return
             state.length += 1
             state.mask, state.added = None, False
-            state.compiled.thread.submit(self._advance, state, token, state.length)
+            state.compiled.worker.submit(self._advance, state, token, state.length)
 
     def close_state(self, state: GrammarState) -> None:
         """Forget a text, and grammars without texts if there are many."""
@@ -333,6 +379,9 @@ class Grammars:
         with self._answers:
             if compiled.ready.done():
                 return  # closed meanwhile
+            if compiled.worker.lowered:  # the tokens take as long as those of any grammar
+                compiled.worker.close()
+                compiled.worker = _Worker()
             compiled.first, compiled.first_mask = first, mask
             for state in compiled.states:
                 if not state.length:
@@ -403,9 +452,3 @@ def _error_of(error: BaseException, field: str) -> UsageError:
     if text.startswith("NoExtension"):
         text = "no text follows this grammar; a $ref may refer to itself, or rules may exclude each other"
     return UsageError(f"{field}: {text.splitlines()[0][:400] if text else 'the grammar cannot be used'}")
-
-
-def _lower_priority(nice: int) -> None:
-    """Let a thread compute in the time that the engine leaves."""
-    if sys.platform == "linux":  # elsewhere only processes have priorities
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
