@@ -60,7 +60,7 @@ def one_linear(width: int, rows: int, tokens: int) -> None:
     factorized = time.perf_counter()  # one of two factorizations: `matched` makes the other
     grid = Grid.of(weight, SCHEME.weight, None)
     target, _ = matched(weight.float(), SharedInput(statistics, held_out))
-    codes = grid.with_codes(compensate(target, [grid], feedback)[0])
+    [codes] = compensate(target, [grid], feedback)
     output_errors(weight.float(), [grid.nearest, codes], held_out)
     error_of(weight, codes)
     ended = time.perf_counter()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rounding_cases import count_passes
 
 from minifloat.calibration.options import TextOptions
 from minifloat.deploy.check import check_checkpoint
@@ -185,8 +186,10 @@ def test_the_model_is_the_nearest_of_all_attempts(
     choices = iter([[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0, 1, 0], None])
     monkeypatch.setattr(_Search, "add", of_attempt)
     monkeypatch.setattr(_Search, "choose", lambda _: next(choices))
+    passes = count_passes(monkeypatch)
     report = within(llama, tmp_path / "out", text, Budget(max_kl=bound))
     assert report.rounding is not None
+    assert len(passes) == 1  # of gradients, for all attempts
     found = report.rounding["budget"]
     assert found["reached"] == (bound > 0.02)
     assert found["bits_per_weight"] == found["measured"][best]["bits"]

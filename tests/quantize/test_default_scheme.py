@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rounding_cases import count_passes
 
 from minifloat.calibration.options import TextOptions
 from minifloat.checkpoint import Checkpoint
@@ -126,8 +127,10 @@ def test_a_miss_leads_to_another_attempt_and_the_last_has_16_bit_inputs(
     every, none = predicted
     allow(monkeypatch, (0.6 * every + 0.4 * none) / input_choice.AIM)
     monkeypatch.setattr(input_choice, "ACCEPTED", 0.0)
+    passes = count_passes(monkeypatch)
     report = quantize(llama, tmp_path / "out", text)
     assert 2 <= len(inputs_of(report)["measured"]) <= input_choice.ATTEMPTS
+    assert len(passes) == 1  # of gradients, for all attempts
     assert report.recipe["scheme"] == "fp8"
     assert any("KL of the attempts" in note for note in report.notes)
 

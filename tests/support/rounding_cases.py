@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.model.layouts import compressed_tensors, get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import Scheme, get_scheme
+from minifloat.quantize.rounding import output_moments
 from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.stages import Stage, find_stages
@@ -92,6 +94,14 @@ def make_text(sequences: int, length: int = 48, seed: int = 0, tokens: range = r
 def split(kept: CalibrationSet, held_out: CalibrationSet) -> SplitText:
     """Choices are made, and reported, on the same held-out text."""
     return SplitText(kept, held_out, held_out)
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that gets an element with each pass that takes moments of outputs."""
+    passes: list[None] = []
+    run = output_moments._Gradients.run
+    monkeypatch.setattr(output_moments._Gradients, "run", lambda *given: passes.append(run(*given)))
+    return passes
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from minifloat.quantize.planner import PlannedRun, Planner
 from minifloat.quantize.rounding.budget import SearchCost, require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget_formats import find_formats, loads_alike
 from minifloat.quantize.rounding.input_choice import ATTEMPTS, input_choice
+from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
 from minifloat.quantize.rounding.saved import SavedHessians
@@ -87,14 +88,15 @@ def default_output(
     with ExitStack() as stack:
         visited = visited_share(checkpoint.config)
         measured = input_choice(checkpoint, plan, texts.kept, data.rounding, work_dir, visited, progress)
-        choice = stack.enter_context(measured)
+        choice, moments = stack.enter_context(measured), stack.enter_context(OutputMoments(work_dir))
         for attempt in range(ATTEMPTS):
             choice.choose(partial(_loads, planner, plan), last=attempt == ATTEMPTS - 1)
             scheme, overrides = choice.recipe()
             planner = planner.with_overrides(overrides)
             plan, _ = planner.chosen(scheme)
             folder = work_dir.with_name(f"{work_dir.name}-{attempt}") if attempt else work_dir
-            model = stack.enter_context(round_checkpoint(checkpoint, plan, texts, data.rounding, folder, progress))
+            run = round_checkpoint(checkpoint, plan, texts, data.rounding, folder, progress, moments=moments)
+            model = stack.enter_context(run)
             if choice.accepts(model.choosing["method"], model.choosing["disagreement"]):
                 break
         gains = source_gains(record, texts.reported, data.text.held_out, model.held_out)

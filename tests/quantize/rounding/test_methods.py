@@ -10,7 +10,7 @@ from rounding_cases import correlated_inputs, hessian_of
 from torch import Tensor
 
 from minifloat.errors import UnknownNameError
-from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import decode, encode, unpack_nibbles
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL
 from minifloat.numerics.scheme import SCHEMES, WeightSpec
@@ -50,6 +50,11 @@ def grid_of(weight: Tensor, spec: WeightSpec, amax: float | None = None) -> Grid
     return Grid.of(weight, spec, largest if spec.needs_tensor_amax else None)
 
 
+def codes_of(quantized: QuantizedTensor) -> Tensor:
+    """The codes uint8 ``[N, K]``, one per byte."""
+    return unpack_nibbles(quantized.codes) if quantized.packed else quantized.codes
+
+
 def scale_of_elements(quantized: QuantizedTensor) -> Tensor:
     """The scale of each element, float64 ``[N, K]``: dequantized ones."""
     element = quantized.spec.element
@@ -59,7 +64,7 @@ def scale_of_elements(quantized: QuantizedTensor) -> Tensor:
     return grid.dequantize().double()
 
 
-def assert_gptq(codes: Tensor, weight: Tensor, grid: Grid, hessian: Tensor) -> None:
+def assert_gptq(found: QuantizedTensor, weight: Tensor, grid: Grid, hessian: Tensor) -> None:
     """Assert that each code is the nearest one to what GPTQ rounds at its place, in the form of the paper.
 
     Source: Frantar et al., GPTQ (arXiv 2210.17323), algorithm 1, with static groups and columns by falling diagonal:
@@ -70,15 +75,16 @@ def assert_gptq(codes: Tensor, weight: Tensor, grid: Grid, hessian: Tensor) -> N
     damped.diagonal().add_(DAMPING * damped.diagonal().mean())
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     rest, scales = weight.double()[:, order], scale_of_elements(grid.nearest)[:, order]
-    chosen = grid.with_codes(codes).dequantize().double()[:, order]
+    assert torch.equal(found.scale, grid.nearest.scale)
+    chosen = found.dequantize().double()[:, order]
     element = grid.spec.element
     values = decode(torch.arange(1 << element.bits, dtype=torch.uint8), element)
     values = values[values.isfinite()].double().unique()
     for j in range(len(order)):
         wanted = rest[:, j] / scales[:, j]
         best = (wanted[:, None] - values).abs().amin(1)
-        found = (wanted - chosen[:, j] / scales[:, j]).abs()
-        assert (found <= best + 1e-4 * (1 + wanted.abs())).all(), f"column {j}"  # of the midpoint between two codes
+        distance = (wanted - chosen[:, j] / scales[:, j]).abs()
+        assert (distance <= best + 1e-4 * (1 + wanted.abs())).all(), f"column {j}"  # of the midpoint between two codes
         error = (rest[:, j] - chosen[:, j]) / upper[j, j]
         rest[:, j:] -= error[:, None] * upper[j, j:]
 
@@ -89,11 +95,9 @@ def test_compensate_gives_the_codes_of_gptq_in_the_form_with_the_inverse(
 ) -> None:
     weight, hessian = make_weight(shape), hessian_of(correlated_inputs(3 * shape[1], shape[1]))
     grid = grid_of(weight, spec)
-    [codes] = compensate(weight.float(), [grid], factorize(hessian, "q_proj"))
-    assert codes.dtype == torch.uint8
-    assert codes.shape == shape
-    assert_gptq(codes, weight.float(), grid, hessian)
-    changed = (codes != grid.nearest_codes()).double().mean()
+    [found] = compensate(weight.float(), [grid], factorize(hessian, "q_proj"))
+    assert_gptq(found, weight.float(), grid, hessian)
+    changed = (codes_of(found) != codes_of(grid.nearest)).double().mean()
     assert 0.05 < changed < 0.9
 
 
@@ -103,12 +107,12 @@ def test_the_error_of_outputs_is_lower_than_that_of_rounding_to_nearest(
 ) -> None:
     weight, inputs = make_weight(shape), correlated_inputs(6 * shape[1], shape[1])
     grid = grid_of(weight, spec)
-    [codes] = compensate(weight.float(), [grid], factorize(hessian_of(inputs), "q_proj"))
+    [found] = compensate(weight.float(), [grid], factorize(hessian_of(inputs), "q_proj"))
 
     def error(quantized: QuantizedTensor) -> float:
         return float((inputs @ (weight.float() - quantized.dequantize()).T).square().sum())
 
-    assert error(grid.with_codes(codes)) < 0.7 * error(grid.nearest)
+    assert error(found) < 0.7 * error(grid.nearest)
 
 
 @cases
@@ -120,8 +124,8 @@ def test_weights_that_share_an_input_get_the_codes_that_each_gets_alone(
     amax = max(float(weight.abs().amax()) for weight in weights)
     grids = [grid_of(weight, spec, amax) for weight in weights]
     together = compensate(torch.cat(weights).float(), grids, feedback)
-    for weight, grid, codes in zip(weights, grids, together, strict=True):
-        assert torch.equal(codes, compensate(weight.float(), [grid], feedback)[0])
+    for weight, grid, found in zip(weights, grids, together, strict=True):
+        assert torch.equal(found.codes, compensate(weight.float(), [grid], feedback)[0].codes)
 
 
 @cases
@@ -130,16 +134,16 @@ def test_columns_whose_input_is_always_zero_are_rounded_to_nearest(spec: WeightS
     dead = torch.tensor([0, 3, shape[1] - 1])
     inputs[:, dead] = 0.0
     grid = grid_of(weight, spec)
-    [codes] = compensate(weight.float(), [grid], factorize(hessian_of(inputs), "q_proj"))
-    assert torch.equal(codes[:, dead], grid.nearest_codes()[:, dead])
+    [found] = compensate(weight.float(), [grid], factorize(hessian_of(inputs), "q_proj"))
+    assert torch.equal(codes_of(found)[:, dead], codes_of(grid.nearest)[:, dead])
 
 
 @cases
 def test_uncorrelated_inputs_are_rounded_to_nearest(spec: WeightSpec, shape: tuple[int, int]) -> None:
     grid = grid_of(make_weight(shape), spec)
     feedback = factorize(torch.diag(torch.rand(shape[1]) + 0.1), "q_proj")
-    [codes] = compensate(make_weight(shape).float(), [grid], feedback)
-    assert torch.equal(codes, grid.nearest_codes())
+    [found] = compensate(make_weight(shape).float(), [grid], feedback)
+    assert torch.equal(found.codes, grid.nearest.codes)
 
 
 @cases
@@ -154,7 +158,7 @@ def test_a_grid_has_the_scales_and_the_nearest_codes_of_the_quantizer(
     assert torch.equal(grid.nearest.codes, expected.codes)
     assert torch.equal(grid.nearest.scale, expected.scale)
     assert torch.equal(grid.nearest.dequantize(), expected.dequantize())
-    assert torch.equal(grid.with_codes(grid.nearest_codes()).codes, expected.codes)
+    assert torch.equal(grid.with_codes(codes_of(grid.nearest)).codes, expected.codes)
     groups, scales = grid.column_groups(), grid.row_scales()
     assert torch.equal(scales[:, groups.long()].double(), scale_of_elements(expected))
 
@@ -252,11 +256,33 @@ def test_without_drift_the_target_is_the_weight_and_the_codes_are_those_of_gptq(
     rows = Rows(inputs, inputs)
     grid = grid_of(weight, SCHEMES["mxfp4"].weight)
     statistics = statistics_of(rows)
-    expected = get_method("gptq").round([weight.float()], [grid], SharedInput(statistics)).codes[0]
+    expected = get_method("gptq").round([weight.float()], [grid], SharedInput(statistics)).weights[0]
     for given in (statistics, replace(statistics, drift=None)):
         assert torch.equal(matched(weight.float(), SharedInput(given, rows))[0], weight.float())
         found = get_method("match").round([weight.float()], [grid], SharedInput(given, rows))
-        assert torch.equal(found.codes[0], expected)
+        assert torch.equal(found.weights[0].codes, expected.codes)
+
+
+def test_match_takes_the_scales_with_the_least_error_where_columns_count_as_in_the_feedback() -> None:
+    weight, spec = make_weight((24, 64)), SCHEMES["nvfp4"].weight
+    inputs = correlated_inputs(300, 64) * torch.logspace(-1, 1, 64)[torch.randperm(64)]
+    grid, given = grid_of(weight, spec), SharedInput(Statistics(hessian_of(inputs)))
+    importance = torch.empty(64, dtype=torch.float64)
+    importance[given.feedback.order] = given.feedback.scale
+    columns = spec.granularity.cols
+    assert columns is not None
+
+    def errors(scales: Tensor) -> Tensor:
+        """The error of each block, rounded to nearest with these scales, float64 ``[N, groups]``."""
+        elements = replace(grid.nearest, scale=scales).block_scale().repeat_interleave(columns, 1)
+        rounded = decode(encode(weight.float() / elements, spec.element), spec.element) * elements
+        return ((rounded - weight).double().square() * importance).view(len(weight), -1, columns).sum(-1)
+
+    [found] = get_method("match").round([weight.float()], [grid], given).weights
+    assert not torch.equal(found.scale, grid.nearest.scale)
+    assert torch.equal(found.scale, grid.fitted(weight.float(), given.feedback).nearest.scale)
+    best = torch.stack([errors(torch.full_like(found.scale, code)) for code in range(1, 127)]).amin(0)
+    torch.testing.assert_close(errors(found.scale), best, rtol=1e-5, atol=0.0)
 
 
 def test_match_gives_lower_errors_than_gptq_where_the_inputs_drift() -> None:
@@ -265,7 +291,7 @@ def test_match_gives_lower_errors_than_gptq_where_the_inputs_drift() -> None:
     grid, given = grid_of(weight, WeightSpec(E4M3, CHANNEL)), inputs_of(rows, held_out)
 
     def error(method: str) -> float:
-        quantized = grid.with_codes(get_method(method).round([weight.float()], [grid], given).codes[0])
+        [quantized] = get_method(method).round([weight.float()], [grid], given).weights
         wanted = held_out.reference @ weight.float().T
         return float((wanted - held_out.inputs @ quantized.dequantize().T).square().sum())
 

@@ -19,7 +19,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.kernels.rounding import ROW_BLOCK
 from minifloat.quantize.estimate import moment_tokens
 from minifloat.quantize.rounding import output_moments as module
-from minifloat.quantize.rounding.output_moments import OutputMoments, output_moments
+from minifloat.quantize.rounding.output_moments import OutputMoments
 
 SEQUENCES = make_text(3, 20).sequences
 
@@ -29,7 +29,8 @@ def measured(folder: Path, work: Path, dtype: torch.dtype = torch.float32) -> It
     with Checkpoint.open(folder) as checkpoint:
         model = CalibrationModel(checkpoint, CalibrateOptions(dtype=dtype))
         stack = LayerStack(model, model.loader(), None)
-        with output_moments(stack, SEQUENCES, "fingerprint", work) as found:
+        with OutputMoments(work) as found:
+            found.take(stack, SEQUENCES, "fingerprint")
             yield found
 
 
@@ -107,7 +108,8 @@ def test_gradients_that_are_not_finite_count_as_none(tmp_path: Path) -> None:
         stack = LayerStack(model, loader, None)
         gradient = stack.loss_gradient
         stack.loss_gradient = lambda *arguments: gradient(*arguments) * torch.inf  # type: ignore[method-assign]
-        with output_moments(stack, SEQUENCES, "fingerprint", tmp_path / "work") as moments:
+        with OutputMoments(tmp_path / "work") as moments:
+            moments.take(stack, SEQUENCES, "fingerprint")
             assert bool(moments.of([name])[name].isfinite().all())
 
 

@@ -12,7 +12,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 21
+#define MINIFLOAT_ABI_VERSION 22
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -100,7 +100,7 @@ struct minifloat_amax_args {
 // Bins of minifloat_histogram: one for each of the leading 11 bits of a float32 without its sign.
 #define MINIFLOAT_HISTOGRAM_BINS 2048
 // Rows of a weight that exchange their errors in rounding: a divisor of most heads.
-#define MINIFLOAT_ROW_BLOCK 64
+#define MINIFLOAT_ROW_BLOCK 192
 
 struct minifloat_histogram_args {
     const uint8_t* data;  // `count` elements of `dtype`, any alignment

@@ -29,6 +29,7 @@ from minifloat.quantize.report import duration_text
 from minifloat.quantize.rounding.budget_formats import Formats, Group, Groups, mixture
 from minifloat.quantize.rounding.damage import GroupsToMeasure, damage_tokens
 from minifloat.quantize.rounding.methods import DEFAULT_METHOD, METHODS, RoundingOptions
+from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.texts import SplitText
@@ -202,12 +203,15 @@ def round_within_budget(
     )
     untrained = replace(options, method=METHODS[DEFAULT_METHOD]) if options.method.trains else options
     with ExitStack() as stack:
+        moments = stack.enter_context(OutputMoments(work_dir))
 
         def rounded(plan: QuantizationPlan, run: int) -> RoundedModel:
             folder = work_dir.with_name(f"{work_dir.name}-{run}")
             report = None if progress is None else partial(_report, progress, run)
             of_run, measured = (untrained, request) if run == 0 else (options, None)
-            return stack.enter_context(round_checkpoint(checkpoint, plan, texts, of_run, folder, report, measured))
+            return stack.enter_context(
+                round_checkpoint(checkpoint, plan, texts, of_run, folder, report, measured, moments)
+            )
 
         attempts = [_Attempt(planner(formats.scheme, user), rounded(planner(formats.scheme, user), 0))]
         search = _Search(budget, groups, attempts[0].model, formats.scheme)

@@ -75,8 +75,8 @@ class LayerRounding:
             rounded = self.method.round([self.weights[module].float().cpu() for module in members], grids, inputs)
             unusual = _unusual(inputs.feedback) if self.method.needs_data else {}
             details = {**rounded.details, **facts, **unusual}
-            for module, grid, codes in zip(members, grids, rounded.codes, strict=True):
-                self._choose(module, grid, grid.with_codes(codes), held_out, details)
+            for module, grid, candidate in zip(members, grids, rounded.weights, strict=True):
+                self._choose(module, grid, candidate, held_out, details)
 
     def _choose(
         self, module: str, grid: Grid, candidate: QuantizedTensor, held_out: Rows | None, facts: Mapping[str, Any]

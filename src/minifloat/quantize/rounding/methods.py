@@ -1,4 +1,4 @@
-"""The methods that choose the codes of a weight whose scales are fixed, and their table.
+"""The methods that choose the codes of weights, and their table.
 
 GPTQ compensates the error of each column by the columns that are rounded after it.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -24,7 +24,8 @@ from minifloat.numerics.cast import pack_nibbles, unpack_nibbles
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scale import cast_stats
-from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.scale_rules import search_nvfp4_scales
+from minifloat.numerics.scheme import ScaleRule, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.feedback import DAMPING, Feedback, factorize, factorize_rows, regress, times
 from minifloat.quantize.rounding.statistics import Rows, Statistics, output_error
@@ -42,7 +43,7 @@ _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 @dataclass(frozen=True)
 class Grid:
-    """A weight rounded to nearest: its scales stay, and a method may choose other codes."""
+    """A weight rounded to nearest; a method may choose other codes, and other scales where they are searched."""
 
     nearest: QuantizedTensor
     outputs: Tensor | None = None  # second moments of the gradients of the outputs (`output_moments`)
@@ -74,10 +75,22 @@ class Grid:
         _, block_cols = self.spec.granularity.block(self.nearest.shape)
         return (torch.arange(self.nearest.shape[1]) // block_cols).to(torch.int32)
 
-    def nearest_codes(self) -> Tensor:
-        """Return the codes of rounding to nearest, uint8 ``[N, K]``, one per byte."""
-        codes = self.nearest.codes
-        return unpack_nibbles(codes) if self.nearest.packed else codes
+    def fitted(self, target: Tensor, feedback: Feedback) -> Grid:
+        """Return the grid with the scales that round a target float32 ``[N, K]`` with the least error.
+
+        Errors of columns count as feedback counts them: by the diagonal of D. Only E4M3 scales that are searched
+        change: powers of two are too coarse, a smaller one saturates what feedback adds (docs/rounding.md).
+        """
+        spec, nearest = self.spec, self.nearest
+        if spec.rule is not ScaleRule.SEARCH or nearest.global_scale is None:
+            return self
+        importance = torch.empty(len(feedback.scale))
+        importance[feedback.order] = (feedback.scale / feedback.scale.mean()).float()
+        found = [
+            search_nvfp4_scales(piece, spec.granularity, nearest.global_scale, importance)
+            for piece in torch.split(target, _PIECE_ROWS)
+        ]
+        return replace(self, nearest=replace(nearest, scale=torch.cat(found)))
 
     def with_codes(self, codes: Tensor) -> QuantizedTensor:
         """Return the weight with the codes uint8 ``[N, K]`` that a method chose, one per byte."""
@@ -116,9 +129,9 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Rounded:
-    """The codes that a method chose."""
+    """What a method made of weights."""
 
-    codes: list[Tensor]  # for each weight uint8 ``[N, K]``, one per byte
+    weights: list[QuantizedTensor]
     details: dict[str, float] = field(default_factory=dict)
 
 
@@ -143,7 +156,7 @@ class Method(ABC):
 
     @abstractmethod
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
-        """Return the codes of each weight.
+        """Return each weight with the codes that are chosen.
 
         Args:
             weights: The original weights, float32 ``[N_i, K]``.
@@ -160,7 +173,7 @@ class Nearest(Method):
     needs_data = False
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
-        return Rounded([grid.nearest_codes() for grid in grids])
+        return Rounded([grid.nearest for grid in grids])
 
 
 class Gptq(Method):
@@ -173,12 +186,12 @@ class Gptq(Method):
         return Rounded(compensate(torch.cat(list(weights)), grids, inputs.feedback))
 
 
-def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[Tensor]:
+def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[QuantizedTensor]:
     """Round weights column by column with feedback, and row by row in blocks where moments of outputs are known."""
     found, first = [], 0
     for grid in grids:
         rows = grid.nearest.shape[0]
-        found.append(_compensate_one(target[first : first + rows], grid, feedback))
+        found.append(grid.with_codes(_compensate_one(target[first : first + rows], grid, feedback)))
         first += rows
     return found
 
@@ -216,7 +229,9 @@ class Match(Method):
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: SharedInput) -> Rounded:
         target, details = matched(torch.cat(list(weights)), inputs)
-        return Rounded(compensate(target, grids, inputs.feedback), details)
+        parts = torch.split(target, [len(weight) for weight in weights])
+        fitted = [grid.fitted(part, inputs.feedback) for grid, part in zip(grids, parts, strict=True)]
+        return Rounded(compensate(target, fitted, inputs.feedback), details)
 
 
 def matched(weight: Tensor, inputs: SharedInput) -> tuple[Tensor, dict[str, float]]:

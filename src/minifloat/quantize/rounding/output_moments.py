@@ -9,8 +9,8 @@ Source: A. Tseng, Z. Sun and C. De Sa, YAQA (arXiv 2505.22988), the factor of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -34,32 +34,46 @@ from minifloat.quantize.rounding.texts import first_sequences
 SUFFIX = "-outputs"
 
 
-@contextmanager
-def output_moments(
-    stack: LayerStack,
-    sequences: Sequence[Sequence[int]],
-    fingerprint: str,
-    work_dir: Path,
-    progress: Progress | None = None,
-) -> Iterator[OutputMoments]:
-    """Take the moments of the linears of all layers; the work folder goes when the block is left without an error."""
-    with LayerWork(work_dir.with_name(work_dir.name + SUFFIX), fingerprint, LAYER_FORMAT) as folder:
+class OutputMoments:
+    """The moments of linears, in files of a work folder that the runs of one command share.
+
+    Those of experts, and of linears with several weights, have none. The work folder goes when the block is left
+    without an error.
+    """
+
+    def __init__(self, work_dir: Path) -> None:
+        self._path = work_dir.with_name(work_dir.name + SUFFIX)
+        self._exits = ExitStack()
+        self._work: LayerWork | None = None
+        self._by_module: dict[str, ArrayFile] = {}
+
+    def __enter__(self) -> OutputMoments:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with self._exits:
+            if self._work is not None and error is None:
+                self._work.remove()
+
+    def take(
+        self,
+        stack: LayerStack,
+        sequences: Sequence[Sequence[int]],
+        fingerprint: str,
+        progress: Progress | None = None,
+    ) -> None:
+        """Take the moments of all layers, unless that was done: in this command, or in one that was interrupted."""
+        if self._work is not None:
+            return
+        self._work = folder = self._exits.enter_context(LayerWork(self._path, fingerprint, LAYER_FORMAT))
         if len(folder.finished) < len(stack):
             folder.continues()  # from nothing: the gradients of an interrupted run are lost
             tokens = moment_tokens(stack.model.config.to_dict(), len(stack), stack.model.dtype.itemsize)
+            first = first_sequences(sequences, tokens)
             with TensorFile(folder.scratch("states")) as states, TensorFile(folder.scratch("arguments")) as arguments:
-                pool = ArgumentPool(arguments, stack.device)
-                _Gradients(stack, first_sequences(sequences, tokens), states, pool, progress).run(folder)
+                _Gradients(stack, first, states, ArgumentPool(arguments, stack.device), progress).run(folder)
                 states.path.unlink()
-        yield OutputMoments(folder.finished)
-        folder.remove()
-
-
-class OutputMoments:
-    """The moments of linears, in files. Those of experts, and of linears with several weights, have none."""
-
-    def __init__(self, files: Sequence[ArrayFile] = ()) -> None:
-        self._by_module = {module: file for file in files for module in file.names}
+        self._by_module = {module: file for file in folder.finished for module in file.names}
 
     def of(self, modules: Iterable[str]) -> dict[str, Tensor]:
         """Return the moments of some modules, float32 ``[blocks, ROW_BLOCK, ROW_BLOCK]``, as far as there are any."""

@@ -6,7 +6,7 @@ Stored Hessians need neither text nor forward passes, and give the codes that th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from minifloat.quantize.rounding.folding import powers_of_two
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
-from minifloat.quantize.rounding.output_moments import OutputMoments, output_moments
+from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, RoundedModel, layer_content
 from minifloat.quantize.rounding.saved import SavedHessians, SavedLayer
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer
@@ -49,8 +49,12 @@ def round_checkpoint(
     work_dir: Path,
     progress: Progress | None = None,
     groups: GroupsToMeasure | None = None,
+    moments: OutputMoments | None = None,
 ) -> Iterator[RoundedModel]:
-    """Choose the codes of all weights of a plan; the files stay until the block is left without an error."""
+    """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
+
+    Several runs with one text may share the moments of outputs.
+    """
     with layers_required(checkpoint, "quantize it without data"):
         model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
         loader = model.loader()
@@ -62,11 +66,10 @@ def round_checkpoint(
         facts = _facts(options, plan) | ({} if groups is None else {"groups": groups.to_dict()})
         parts = [texts.first_chosen_on, texts.first_reported]
         fingerprint = run_fingerprint(loader, CalibrationSet(texts.sequences), facts, parts)
-        with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder, ExitStack() as exits:
-            moments = OutputMoments()
+        own = OutputMoments(work_dir) if moments is None else nullcontext(moments)
+        with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder, own as moments:
             if options.method.weighs_outputs and len(folder.finished) <= len(stack):
-                found = output_moments(stack, texts.kept.sequences, fingerprint, work_dir, progress)
-                moments = exits.enter_context(found)
+                moments.take(stack, texts.kept.sequences, run_fingerprint(loader, texts.kept, "moments"), progress)
             walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, moments, progress, groups)
             walk.run(folder)
             if options.method.trains and len(folder.finished) == len(stack) + 1:
