@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from minifloat.evaluate.compare.attribution import Attribution, ModuleDamage, Suggestion
+from minifloat.evaluate.compare.behavior import Answer, AnswerPair, Answers, Behavior, PromptNames, behavior_of
 from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
 from minifloat.evaluate.compare.intervals import Estimate
 from minifloat.evaluate.compare.options import Tolerance
@@ -156,6 +158,26 @@ def make_tasks() -> tuple[TaskDifference, ...]:
     )
 
 
+def make_behavior(good: Sequence[tuple[bool, bool]] = ((True, True),) * 39 + ((True, False),)) -> Behavior:
+    """Return the behavior of two models, of which each prompt says whether they call the right function."""
+
+    def answers(model: str, marks: Iterable[bool]) -> Answers:
+        return Answers(
+            model,
+            tuple(
+                Answer(f"{model} {mark}", (("add" if mark else "sub", "{}"),), {"right functions": mark}, None, False)
+                for mark in marks
+            ),
+            "generic",
+        )
+
+    count = len(good)
+    names = tuple(f"prompt {number}" for number in range(count))
+    prompts = PromptNames("agent.jsonl", "ab" * 32, 512, names, ("1 + 2?",) * count, (True,) * count)
+    baseline, candidate = zip(*good, strict=True)
+    return behavior_of(prompts, answers("baseline", baseline), answers("candidate", candidate))
+
+
 def make_comparison(*candidates: CandidateResult, **changes: Any) -> Comparison:
     """Return a comparison of these candidates; by default of one candidate that passes."""
     candidates = candidates or (make_candidate(),)
@@ -181,6 +203,7 @@ def full_candidate(name: str = "models/storybook-fp8-block", damage: float = 1.0
         generation=make_generation(),
         attribution=make_attribution(),
         tasks=make_tasks(),
+        behavior=make_behavior(),
     )
 
 
@@ -198,6 +221,7 @@ def hostile_comparison() -> Comparison:
         generation=replace(candidate.generation, samples=(sample,)),
         attribution=replace(candidate.attribution, rows=(replace(candidate.attribution.rows[0], module=HOSTILE),)),
         tasks=(task,),
+        behavior=replace(make_behavior(), source=HOSTILE, examples=(AnswerPair(*[HOSTILE] * 5),)),
     )
     candidate = replace(candidate, verdict=judge(candidate.summaries, Tolerance(0, 0, 1)))
     return make_comparison(

@@ -48,6 +48,7 @@ class _Fraction(click.ParamType):  # type: ignore[type-arg]  # generic since cli
             self.fail(f"expected a number or a percentage, got {value!r}", param, ctx)
 
 
+_BEHAVIOR = "Prompts with tools or JSON schemas, as JSON Lines, that the models answer.  [without FILE: built in]"
 _FRACTION = {"type": _Fraction(), "metavar": "FRACTION"}
 
 
@@ -57,14 +58,16 @@ _FRACTION = {"type": _Fraction(), "metavar": "FRACTION"}
 @revision_option("BASELINE")
 @click.option("--served", metavar="URL", help="Instead of CANDIDATES: the model that this server runs.")
 @click.option("--served-model", metavar="NAME", help="Its name on the server.  [default: the server's first]")
+@click.option("--served-baseline", metavar="URL", help="The server that answers --behavior as BASELINE; same key.")
 @env_option("--api-key", metavar="KEY", help="The server's key; better in the environment.")
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Text, as for `calibrate`; repeatable.  [default: built in]"
 )
 @options_from(
     ScoringOptions,
-    only=("window", "max_tokens", "dtype", "device"),
+    only=("window", "max_tokens", "dtype", "device", "behavior", "behavior_tokens"),
     window={"flags": ("--window", "--max-length")},
+    behavior={"is_flag": False, "flag_value": "builtin", "metavar": "FILE", "help": _BEHAVIOR},
 )
 @options_from(
     CompareOptions,
@@ -82,6 +85,7 @@ _FRACTION = {"type": _Fraction(), "metavar": "FRACTION"}
     max_ppl_increase=_FRACTION | {"default": "1%"},
     min_same_top1=_FRACTION | {"default": "92%", "flags": ("--min-top1",)},
     margin=_FRACTION | {"default": "10%"},
+    max_behavior_loss=_FRACTION | {"default": "10%"},
 )
 @click.option("--attribute", is_flag=True, help="Find out which modules do the damage, and what to keep in BF16.")
 @click.option(
@@ -114,6 +118,8 @@ def compare(
     """
     if bool(candidates) == (served is not None):
         raise UsageError("name CANDIDATES, or the address of a server with --served")
+    if values["served_baseline"] is not None and (served is None or values["behavior"] is None):
+        raise UsageError("--served-baseline answers the prompts of --behavior beside --served: state both")
     if update_card:
         require_folders(candidates)
     require_writable(report, "--report")
@@ -134,7 +140,9 @@ def compare(
             from minifloat.evaluate.compare.served import compare_served
 
             _refuse_options_of_models()
-            of_server = build(ServedOptions, values, model=values["served_model"], **shared)
+            of_server = build(
+                ServedOptions, values, model=values["served_model"], baseline_url=values["served_baseline"], **shared
+            )
             comparison = compare_served(baseline, served, data, of_server, progress=progress)
     show(comparison, document, as_json=as_json)
     if report is not None:

@@ -186,7 +186,7 @@ def test_every_chart_has_a_title() -> None:
     assert loads_nothing(page)
     root = parse(page)
     charts = list(root.iter("{http://www.w3.org/2000/svg}svg"))
-    assert len(charts) == 8
+    assert len(charts) == 9
     assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
 
 
@@ -228,7 +228,8 @@ def test_parts_that_were_not_measured_are_left_out() -> None:
     always = [SAME, "Perplexity", "KL divergence", "Same top-1"]
     assert list(sections(make_comparison(replace(make_candidate(), worst=())))) == [*always, "What was run"]
     assert list(sections(make_comparison(full_candidate()))) == [
-        *always, "Tasks", "Greedy generation", "Where the damage comes from", "Where they differ most", "What was run",
+        *always, "Tools and schemas", "Tasks", "Greedy generation", "Where the damage comes from",
+        "Where they differ most", "What was run",
     ]  # fmt: skip
 
 

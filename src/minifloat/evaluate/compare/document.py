@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from minifloat.evaluate.compare import figures, words
 from minifloat.evaluate.compare.attribution import Attribution
+from minifloat.evaluate.compare.behavior import AnswerPair, Behavior
 from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, LikelyToken, ModelRecord, WorstToken
 from minifloat.evaluate.compare.summary import Positions, Summary
@@ -59,7 +60,8 @@ def verdict_section(
             (words.verdict_count(candidate), lines) if len(lines) > 1 else (words.verdict_line(candidate), [])
         )
         alerts.append(doc.Alert(_KINDS[candidate.verdict.outcome], f"{name}: {line}", reasons))
-    bounds = words.tolerance_text(comparison.candidates[0].verdict.tolerance)
+    first = comparison.candidates[0]
+    bounds = words.tolerance_text(first.verdict.tolerance, behavior=first.behavior is not None)
     partial = words.partial_text(comparison)
     return doc.section(
         SAME,
@@ -144,6 +146,10 @@ def _terminal_lines(candidate: CandidateResult) -> Iterator[str]:
     yield words.formats_text(candidate.model)
     if candidate.generation is not None:
         yield f"generation: {words.generation_text(candidate.generation)}"
+    if candidate.behavior is not None:
+        first, *others = words.behavior_lines(candidate.behavior)
+        yield f"behavior, prompts of {candidate.behavior.source}: {first}"
+        yield from (f"  {line}" for line in others)
     for task in candidate.tasks:
         scores = [words.task_score(task, score) for score in (task.baseline, task.candidate)]
         p = "" if task.mcnemar_p is None else f", McNemar's p {number(task.mcnemar_p, 2)}"
@@ -210,6 +216,7 @@ def detail_sections(comparison: Comparison) -> list[doc.Section]:
             figures.margin_chart(candidates, names),
             on=doc.On.PAGE,
         ),
+        _behavior(comparison, names),
         _tasks(comparison, names),
         _generation(comparison, names),
         _damage(comparison, names),
@@ -287,6 +294,55 @@ def _position_table(positions: Positions, units: str = "units") -> doc.Table:
         for row in positions.ranges
     ]
     return doc.Table(doc.columns("positions", "tokens", doc.Column(units, on=doc.On.PAGE), "mean KL"), rows)
+
+
+def _behavior(comparison: Comparison, names: Sequence[str]) -> doc.Section:
+    headed = zip(names, _headed(comparison, names), strict=True)
+    found = [(name, heading, c.behavior) for name, (heading, c) in headed if c.behavior is not None]
+    if not found:
+        return doc.section("")
+    note = (
+        "Both models answer the same prompts freely, without a grammar. An answer is good if it does all that its "
+        "prompt states: valid calls of the right functions with the right arguments, or JSON that follows the schema. "
+        "How alike the answers are is no part of the verdict."
+    )
+    return doc.section(
+        "Tools and schemas",
+        doc.Text(note),
+        figures.behavior_chart([(name, behavior) for name, _, behavior in found]),
+        *(_behavior_of(heading, behavior) for _, heading, behavior in found),
+        on=_WRITTEN,
+    )
+
+
+def _behavior_of(heading: str, behavior: Behavior) -> doc.Section:
+    rows: list[list[doc.Cell]] = [
+        [
+            share.quantity,
+            f"{share.prompts:,}",
+            f"{share.baseline:,}",
+            f"{share.candidate:,}",
+            words.share_difference(share),
+            f"{share.better} : {share.worse}",
+        ]
+        for share in behavior.shares
+    ]
+    heads = ("prompts", "baseline", "candidate", "difference", "better : worse")
+    examples = [block for pair in behavior.examples for block in _answers(pair)]
+    return doc.section(
+        heading,
+        doc.Table(doc.columns("", *heads), rows),
+        doc.Bullets(words.behavior_lines(behavior)[len(rows) :]),
+        doc.Folded("Answers that differ", examples, on=doc.On.PAGE) if examples else None,
+    )
+
+
+def _answers(pair: AnswerPair) -> Iterator[doc.Block]:
+    yield doc.Text(f"{pair.prompt}: {pair.change}", "soft")
+    yield doc.Passage(_last(visible(pair.question, lines=True), _CONTEXT))
+    for model, text in (("baseline", pair.baseline), ("candidate", pair.candidate)):
+        yield doc.Text(model, "soft")
+        yield doc.Passage(visible(text, lines=True)[:_CONTINUATION])
 
 
 def _tasks(comparison: Comparison, names: Sequence[str]) -> doc.Section:

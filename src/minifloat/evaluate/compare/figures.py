@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from minifloat.evaluate.compare.attribution import Attribution, ModuleDamage
+from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import Estimate
 from minifloat.evaluate.compare.options import Tolerance
 from minifloat.evaluate.compare.result import CandidateResult
 from minifloat.evaluate.compare.tasks import TaskDifference
-from minifloat.evaluate.compare.words import increase, position_label, shown, task_difference
+from minifloat.evaluate.compare.words import increase, position_label, share_difference, shown, task_difference
 from minifloat.report.document import Axis, Bar, Bars, Dot, Dots, Figure, Lines, Mark, Point, Scatter, Series
 from minifloat.report.text import COLORS, name_in_layer, number, percent, short, short_names, split_layer
 
@@ -128,8 +129,25 @@ def task_chart(by_label: Mapping[str, Sequence[tuple[str, TaskDifference]]], nam
         tasks = [task for _, task in entries]
         if len(tasks) == len(names) and all(task.mcnemar_p is not None for task in tasks):
             rows.append((label, [_dot(task.difference, str(task_difference(task))) for task in tasks]))
-    caption = "Candidate's score less the baseline's, with its 95% interval"
-    axis = Axis("difference of scores, percentage points", percent=True)
+    return _differences("score", rows, names)
+
+
+def behavior_chart(behaviors: Sequence[tuple[str, Behavior]]) -> Figure | None:
+    """Return the differences of the shares of prompts that are answered well, with their intervals."""
+    names, found = zip(*behaviors, strict=True)
+    rows = [
+        (
+            f"{shares[0].quantity} ({shares[0].prompts:,})",
+            [_dot(share.difference, str(share_difference(share))) for share in shares],
+        )
+        for shares in zip(*(behavior.shares for behavior in found), strict=True)
+    ]
+    return _differences("share of the prompts", rows, names)
+
+
+def _differences(what: str, rows: Sequence[tuple[str, Sequence[Dot]]], names: Sequence[str]) -> Figure | None:
+    caption = f"Candidate's {what} less the baseline's, with its 95% interval"
+    axis = Axis("difference, percentage points", percent=True)
     return _dots(caption, rows, names, axis, (0.0, "no difference"))
 
 

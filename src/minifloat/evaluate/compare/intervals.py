@@ -83,7 +83,7 @@ class Estimate:
 
     def negated(self) -> Estimate:
         """Return the estimate of the negative value."""
-        return replace(self, value=-self.value, low=-self.high, high=-self.low)
+        return replace(self, value=0 - self.value, low=0 - self.high, high=0 - self.low)
 
     def clipped(self, low: float, high: float) -> Estimate:
         """Return the estimate with its interval cut to the range of possible values."""
@@ -161,6 +161,19 @@ def paired_mean_interval(changes: FloatArray, sizes: FloatArray) -> Estimate:
     skew = (counts @ influence**3) / (6 * (counts @ influence**2) ** 1.5)
     low, high = _bca(np.concatenate(draws), mean, float(skew))
     return Estimate(mean, min(low, mean), max(high, mean))
+
+
+def paired_share_interval(changes: FloatArray) -> Estimate:
+    """Estimate the mean of paired differences of items that are right (1) or wrong (0).
+
+    Equal on every item sampled is not equal on all: where no item differs, the interval reaches to the most items that
+    may differ, either way (rule of three).
+    """
+    interval = paired_mean_interval(changes, np.ones(len(changes)))
+    if not interval.known or changes.any():
+        return interval
+    most = binomial_ends(0, len(changes), _TAILS[0])[1]
+    return Estimate(0.0, -most, most)
 
 
 def percentile_interval(value: float, count: int, statistic: Callable[[list[int]], float]) -> Estimate:

@@ -14,6 +14,7 @@ from torch import Tensor
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
+from minifloat.evaluate.compare.behavior import Answers
 from minifloat.evaluate.compare.corpus import Corpus
 from minifloat.evaluate.compare.models import Continuations, Model, ModelRecord
 from minifloat.evaluate.compare.scoring import first_nan
@@ -53,6 +54,7 @@ class RecordedModel(Model):
         self._record, self._headers, self._written = model.record, model.headers(), folder
         self._batches: dict[bytes, list[Path]] = {}
         self._continuations: Continuations = ()
+        self.answers: Answers | None = None  # to the prompts of `--behavior`
 
     def write(self, model: Model, corpus: Corpus, progress: Progress | None) -> None:
         """Write the logits of all batches of a corpus."""

@@ -24,6 +24,8 @@ class Tolerance:
         margin: How far beyond its bound an interval that contains the bound may end, as a share of the loss that the
             bound allows: with 10% a perplexity increase of 1% may end at 1.1%, and a same top-1 of 92%, which allows a
             loss of 8%, at 91.2%.
+        max_behavior_loss: Largest share of the prompts of `--behavior` that only the baseline answers well, less those
+            that only the candidate does.
 
     Raises:
         UsageError: If a bound is below 0 or NaN, or if the fraction or the margin is above 1.
@@ -33,6 +35,7 @@ class Tolerance:
     max_kl: NonNegative = MAX_KL
     min_same_top1: Fraction = MIN_SAME_TOP1
     margin: Fraction = 0.1
+    max_behavior_loss: Fraction = 0.1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,6 +52,8 @@ class ScoringOptions:
         dtype: Dtype of the activations of all models; None: that of each config.json.
         device: Where to compute: cpu, cuda or cuda:N.
         impl: Implementation of the kernels, as in `minifloat.load`.
+        behavior: Prompts with tools or JSON schemas that the models answer: a file of JSON Lines, or `builtin`.
+        behavior_tokens: Tokens of an answer to such a prompt at most.
         revision: Branch, tag or commit of a baseline of the hub.
         command: The command line, for the report.
     """
@@ -59,6 +64,8 @@ class ScoringOptions:
     dtype: Dtype | None = None
     device: str = "cpu"
     impl: str = "auto"
+    behavior: str | None = None
+    behavior_tokens: Count = 512
     revision: str | None = None
     command: str = ""
 
@@ -73,10 +80,13 @@ class ServedOptions(ScoringOptions):
     Attributes:
         model: Name of the model on the server; None: the server's first.
         api_key: The server's key.
+        baseline_url: Address of a server that answers the prompts of `behavior` as the baseline; None: the loaded model
+            does.
     """
 
     model: str | None = None
     api_key: str | None = None
+    baseline_url: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

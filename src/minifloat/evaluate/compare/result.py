@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minifloat.evaluate.compare.attribution import Attribution
+from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.models import ModelRecord as ModelRecord
 from minifloat.evaluate.compare.models import ServedRecord as ServedRecord
@@ -55,6 +56,7 @@ class CandidateResult:
     generation: GreedyDivergence | None = None  # None: not asked for
     attribution: Attribution | None = None
     tasks: tuple[TaskDifference, ...] = ()
+    behavior: Behavior | None = None
 
     @property
     def summaries(self) -> tuple[Summary, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -31,6 +31,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.engine import EngineOptions
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.evaluate.compare.attribution import attribute
+from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.evaluate.compare.generation import greedy_divergence
 from minifloat.evaluate.compare.memory import RecordedModel, fits_together, prompts_of
@@ -52,6 +53,9 @@ from minifloat.kernels import native, processors
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.load import LoadOptions
 from minifloat.model.runtime.tensors import StoredTensors
+
+if TYPE_CHECKING:
+    from minifloat.evaluate.compare.behavior_prompts import Prompts
 
 #: Tokens of a prompt, taken from the start of a window.
 _PROMPT_TOKENS = 32
@@ -112,25 +116,56 @@ def compare_models(
         raise UsageError("resume needs folders: a loaded model may have been changed since")
     sources = as_sources(data)
     tasks = Tasks(options.tasks, options.task_path) if options.tasks else None
+    prompts = read_prompts(options)
     notes: list[str] = []
     with opened(baseline, candidates, options) as checkpoints:
         known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
         if len(known) == len(checkpoints) and not fits_together(known, options.device, progress):
             names = [str(model) for model in (baseline, *candidates)]
-            return _OneAtATime(names, known, sources, options, notes, progress).run()
+            return _OneAtATime(names, known, sources, options, prompts, notes, progress).run()
         models = open_models(baseline, candidates, options, notes, checkpoints)
     tokenizer = common_tokenizer(models)
     corpus = cut_text(sources, models, tokenizer, options)
+    behaviors = _behaviors(models, prompts, progress, notes)
     scoring = ModelsPass(models[0], models[1:], corpus)
     if options.resume is not None:
         scoring.log = MeasurementLog(options.resume, _settings(models, corpus, options), scoring.worst)
     seconds = scoring.run_until_interrupted(progress)
     records = [model.record for model in models]
-    results = [judged(scoring, index, record, tokenizer, options.tolerance) for index, record in enumerate(records[1:])]
+    results = [
+        judged(scoring, index, record, tokenizer, options.tolerance, behaviors[index])
+        for index, record in enumerate(records[1:])
+    ]
     if scoring.done == scoring.total:
         extra = _ExtraMeasurements(models, (baseline, *candidates), corpus, tokenizer, options, progress, notes)
         results = extra.add_to(results, tasks)
     return assembled(scoring, records[0], results, seconds=seconds, command=options.command, notes=notes)
+
+
+def read_prompts(options: ScoringOptions) -> Prompts | None:
+    """Read the prompts of `behavior`; None if it is not asked for.
+
+    Raises:
+        DataError: If they cannot be read, or one is wrong.
+        UsageError: If packages of the extra `serve` are missing.
+    """
+    if options.behavior is None:
+        return None
+    try:
+        from minifloat.evaluate.compare.behavior_prompts import Prompts
+    except ImportError as error:
+        raise UsageError(f"--behavior needs pip install 'minifloat[serve]' ({error})") from error
+    return Prompts.read(options.behavior, options.behavior_tokens)
+
+
+def _behaviors(
+    models: Sequence[Model], prompts: Prompts | None, progress: Progress | None, notes: list[str]
+) -> list[Behavior | None]:
+    if prompts is None:
+        return [None] * (len(models) - 1)
+    from minifloat.evaluate.compare.behavior_answers import behaviors
+
+    return behaviors(models, prompts, progress, notes)
 
 
 def as_sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
@@ -187,7 +222,12 @@ def _fingerprint(model: Model) -> dict[str, Any]:
 
 
 def judged(
-    scoring: ScoringPass, index: int, record: ModelRecord, tokenizer: PreTrainedTokenizerBase, tolerance: Tolerance
+    scoring: ScoringPass,
+    index: int,
+    record: ModelRecord,
+    tokenizer: PreTrainedTokenizerBase,
+    tolerance: Tolerance,
+    behavior: Behavior | None = None,
 ) -> CandidateResult:
     corpus, vocab_size = scoring.corpus, scoring.baseline.vocab_size
     scores_by_text = [scoring.scores(index, text) for text in range(len(corpus.texts))]
@@ -208,8 +248,10 @@ def judged(
             (*summaries, overall) if len(summaries) > 1 else summaries,
             tolerance,
             kl=MEAN_KL if record.served is None else LEAST_KL,
+            behavior=behavior,
         ),
         worst=tuple(to_worst_token(position, corpus, tokenizer) for position in scoring.worst[index].ranked()),
+        behavior=behavior,
     )
 
 
@@ -425,6 +467,7 @@ class _OneAtATime:
     checkpoints: list[Checkpoint]
     sources: Sequence[SourceLike]
     options: CompareOptions
+    prompts: Prompts | None
     notes: list[str]
     progress: Progress | None
 
@@ -459,9 +502,10 @@ class _OneAtATime:
         """Return the pass of a candidate without its model, which is not in memory afterwards, and the result."""
         models = [baseline, self._open(number, in_engine)]
         common_tokenizer(models)
+        (behavior,) = _behaviors(models, self.prompts, self.progress, self.notes)
         scoring = ModelsPass(baseline, models[1:], corpus)
         scoring.run_until_interrupted(self.progress)
-        result = judged(scoring, 0, models[1].record, tokenizer, self.options.tolerance)
+        result = judged(scoring, 0, models[1].record, tokenizer, self.options.tolerance, behavior)
         if scoring.done == scoring.total:
             sources = [self.names[0], self.names[number]]
             extra = _ExtraMeasurements(models, sources, corpus, tokenizer, self.options, self.progress, self.notes)
@@ -474,6 +518,10 @@ class _OneAtATime:
         tokenizer = common_tokenizer([model])
         corpus = cut_text(self.sources, [model], tokenizer, self.options)
         recorded = RecordedModel(model, folder)
+        if self.prompts is not None:
+            from minifloat.evaluate.compare.behavior_answers import answers_of
+
+            recorded.answers = answers_of(model, self.prompts, self.progress)
         recorded.write(model, corpus, self.progress)
         prompts = prompts_of(corpus, self.options.prompts, _PROMPT_TOKENS)
         if prompts:

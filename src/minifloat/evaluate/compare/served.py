@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +24,20 @@ from transformers import PreTrainedTokenizerBase
 from minifloat.calibration.data import SourceLike
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
+from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
 from minifloat.evaluate.compare.metrics import FloatArray, TokenScores, concatenate, score_tokens
 from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, ServedRecord, common_tokenizer
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, ServedOptions
 from minifloat.evaluate.compare.result import Comparison
-from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models, opened
+from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models, opened, read_prompts
 from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass, slabs
 from minifloat.kernels.divergence import TOP_K, Distribution
 from minifloat.model.runtime.templates import apply_chat_template
 from minifloat.serve.client import Connection, ServerError
+
+if TYPE_CHECKING:
+    from minifloat.evaluate.compare.behavior_prompts import Prompts
 
 #: Text that tokenizers cut differently: words, numbers, spaces, another script, an emoji.
 _SAMPLE = "The  year 2024 cost 1,234.50 euros;\n\tdéjà vu, 東京 and 🙂 don't_agree."
@@ -82,7 +86,7 @@ def compare_served(
     """
     settings = options or ServedOptions()
     shared = {field.name: getattr(settings, field.name) for field in fields(ScoringOptions)}
-    sources = as_sources(data)
+    sources, prompts = as_sources(data), read_prompts(settings)
     connection = Connection(url, settings.api_key)
     listed = connection.listed_model(settings.model)  # reports a missing server before the model is loaded
     with opened(baseline, (), CompareOptions(**shared)) as checkpoints:
@@ -92,6 +96,8 @@ def compare_served(
     _check_tokenizer(served, url, tokenizer)
     context = listed.get("max_model_len")  # a server that lists it must have room for a token behind a window
     corpus = cut_text(sources, [model], tokenizer, settings, context - 1 if isinstance(context, int) else None)
+    notes = _template_notes(served, tokenizer)
+    behavior = None if prompts is None else _behavior(model, served, connection, prompts, settings, progress, notes)
     scoring = _ServedPass(model, served, corpus)
     seconds = scoring.run_until_interrupted(progress)
     share = float(np.mean(np.concatenate(scoring.unnamed)))
@@ -101,11 +107,32 @@ def compare_served(
     return assembled(
         scoring,
         model.record,
-        [judged(scoring, 0, record, tokenizer, settings.tolerance)],
+        [judged(scoring, 0, record, tokenizer, settings.tolerance, behavior)],
         seconds=seconds,
         command=settings.command,
-        notes=_template_notes(served, tokenizer),
+        notes=notes,
     )
+
+
+def _behavior(
+    model: Model,
+    served: ServedModel,
+    connection: Connection,
+    prompts: Prompts,
+    settings: ServedOptions,
+    progress: Progress | None,
+    notes: list[str],
+) -> Behavior:
+    from minifloat.evaluate.compare import behavior_answers
+
+    candidate = behavior_answers.served_answers(connection, served.name, prompts, progress)
+    if settings.baseline_url is None:
+        baseline = behavior_answers.answers_of(model, prompts, progress)
+    else:
+        other = Connection(settings.baseline_url, settings.api_key)
+        name = str(other.listed_model()["id"])
+        baseline = behavior_answers.served_answers(other, name, prompts, progress)
+    return behavior_answers.behavior(prompts, baseline, candidate, notes)
 
 
 class _ServedPass(ScoringPass):

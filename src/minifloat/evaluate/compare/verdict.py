@@ -17,7 +17,9 @@ test procedure, Scandinavian J. Statistics 6 (1979): the clearest of m checks is
 2.5% / (m - 1), and so on; a candidate that keeps every bound fails with at most 2.5%.
 
 A check passes only with `FEWEST_UNITS` units that count for at least `FEWEST_EFFECTIVE` independent ones: with fewer
-the intervals have not kept their coverage (benchmarks/coverage.py).
+the intervals have not kept their coverage (benchmarks/coverage.py). Of prompts, the units are those that the baseline
+answers well, because nothing is lost at others. Kinds of behavior (valid calls, right functions, ...) can fail the
+verdict, but have too few prompts to have to pass by themselves: all good answers together must.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minifloat.evaluate.compare.behavior import GOOD, Behavior, BehaviorShare
 from minifloat.evaluate.compare.distributions import student_cdf, student_quantile
 from minifloat.evaluate.compare.intervals import CONFIDENCE, Estimate, units_to_decide
 from minifloat.evaluate.compare.options import Tolerance
@@ -41,6 +44,8 @@ INCREASE = "perplexity increase"
 MEAN_KL = "mean KL"
 #: The same where only a lower bound is known: that it keeps its bound proves less.
 LEAST_KL = "mean KL of at least"
+#: Behind a quantity of behavior: by how much the candidate's share is smaller than the baseline's.
+LOST = " lost"
 
 
 class Outcome(enum.Enum):
@@ -65,6 +70,7 @@ class Check:
             cannot be estimated.
         tokens: Tokens that were scored.
         few_units: Whether it would pass if it had more units.
+        counted: What `tokens` are: of behavior, prompts.
     """
 
     text: str
@@ -77,6 +83,7 @@ class Check:
     tokens_needed: int | None
     tokens: int = 0
     few_units: bool = False
+    counted: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -106,24 +113,35 @@ def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     return min(outcomes, key=order.index, default=Outcome.PASSED)
 
 
-def judge(summaries: Sequence[Summary], tolerance: Tolerance, *, kl: str = MEAN_KL) -> Verdict:
-    """Check each summary against the bounds."""
+def judge(
+    summaries: Sequence[Summary], tolerance: Tolerance, *, kl: str = MEAN_KL, behavior: Behavior | None = None
+) -> Verdict:
+    """Check each summary, and the behavior if it was measured, against the bounds."""
     claims = [claim for summary in summaries for claim in _claims(summary, tolerance, kl)]
+    claims += _behavior_claims(behavior, tolerance)
     broken = _rejected([claim.p_kept for claim in claims])
-    checks = tuple(claim.checked(place in broken, len(claims)) for place, claim in enumerate(claims))
+    checks = tuple(
+        claim.checked(place in broken, len(claims))
+        for place, claim in enumerate(claims)
+        if claim.must_pass or place in broken
+    )
     return Verdict(worst_outcome([check.outcome for check in checks]), tolerance, checks)
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """The claim that a quantity is at most a bound, or at least: then `sign` is -1."""
+    """The claim that a quantity is at most a bound, or at least: then `sign` is -1.
 
-    summary: Summary
+    A claim that need not pass is only checked for being broken.
+    """
+
+    summary: Summary | BehaviorShare
     quantity: str
     estimate: Estimate
     bound: float
     margin: float
     sign: int = 1
+    must_pass: bool = True
 
     @property
     def p_kept(self) -> float:
@@ -158,6 +176,7 @@ class _Claim:
             tokens_needed=needed,
             tokens=self.summary.tokens,
             few_units=few,
+            counted="tokens" if isinstance(self.summary, Summary) else "prompts",
         )
 
     def _as_maximum(self) -> tuple[Estimate, float]:
@@ -166,14 +185,15 @@ class _Claim:
     def _tokens_needed(self, few: bool, checks: int) -> int | None:
         """Return about how many tokens would decide, those that were scored among them."""
         summary, (estimate, bound) = self.summary, self._as_maximum()
+        have = max(summary.units, 1)
         if few:
-            effective = estimate.effective_units or summary.units
-            units = max(FEWEST_UNITS, math.ceil(summary.units * FEWEST_EFFECTIVE / effective), summary.units + 1)
-            return math.ceil(units * summary.tokens / summary.units)
+            effective = estimate.effective_units or have
+            units = max(FEWEST_UNITS, math.ceil(have * FEWEST_EFFECTIVE / effective), have + 1)
+            return math.ceil(units * summary.tokens / have)
         degrees = estimate.degrees
         strictness = student_quantile(1 - _LEVEL / checks, degrees) / student_quantile(1 - _LEVEL, degrees)
-        needed = units_to_decide(estimate, bound, summary.units, self.margin, strictness)
-        return None if needed is None else math.ceil(needed * summary.tokens / summary.units)
+        needed = units_to_decide(estimate, bound, have, self.margin, strictness)
+        return None if needed is None else math.ceil(needed * summary.tokens / have)
 
 
 def _claims(summary: Summary, tolerance: Tolerance, kl: str) -> list[_Claim]:
@@ -186,7 +206,23 @@ def _claims(summary: Summary, tolerance: Tolerance, kl: str) -> list[_Claim]:
     ]
 
 
-def _enough(summary: Summary, estimate: Estimate) -> bool:
+def _behavior_claims(behavior: Behavior | None, tolerance: Tolerance) -> list[_Claim]:
+    """Return the claims of all good answers, and of each kind, which has too few prompts to have to pass by itself."""
+    most = tolerance.max_behavior_loss
+    return [
+        _Claim(
+            share,
+            f"{share.quantity}{LOST}",
+            share.difference.negated(),
+            most,
+            tolerance.margin * most,
+            must_pass=share.quantity == GOOD,
+        )
+        for share in (behavior.shares if behavior is not None else ())
+    ]
+
+
+def _enough(summary: Summary | BehaviorShare, estimate: Estimate) -> bool:
     effective = summary.units if estimate.effective_units is None else estimate.effective_units
     return summary.units >= FEWEST_UNITS and effective >= FEWEST_EFFECTIVE
 

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from minifloat.evaluate.compare.attribution import Attribution, Suggestion
+from minifloat.evaluate.compare.behavior import Behavior, BehaviorShare
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate
 from minifloat.evaluate.compare.options import Tolerance
@@ -64,12 +65,14 @@ def task_difference(task: TaskDifference) -> Pair:
 # ------------------------------------------------------------------------------------------------- verdicts
 
 
-def tolerance_text(tolerance: Tolerance) -> str:
+def tolerance_text(tolerance: Tolerance, *, behavior: bool = False) -> str:
+    lost = f", good answers lost at most {percent(tolerance.max_behavior_loss)} of the prompts" if behavior else ""
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
         f"{short(tolerance.max_kl)} nats per token, same top-1 (the share of tokens at which both models "
-        f"have the same most probable token) at least {percent(tolerance.min_same_top1)}; where a bound lies in the "
-        f"interval, the interval may end beyond it by at most {percent(tolerance.margin)} of the loss that it allows"
+        f"have the same most probable token) at least {percent(tolerance.min_same_top1)}{lost}; where a bound lies in "
+        f"the interval, the interval may end beyond it by at most {percent(tolerance.margin)} of the loss that it "
+        "allows"
     )
 
 
@@ -85,9 +88,12 @@ def verdict_line(candidate: CandidateResult) -> str:
     verdict = candidate.verdict
     if verdict.outcome is Outcome.PASSED:
         measured = ", ".join(_measured(check) for check in verdict.checks if check.text == candidate.overall.name)
+        lost = "".join(
+            f"; {_measured(check)} on {check.text}" for check in verdict.checks if check.counted == "prompts"
+        )
         name, several = candidate.overall.name, len(candidate.texts) > 1
         kept = f"every bound is kept on {'every text' if several else name}{_within_margin_text(verdict)}"
-        return f"PASSED: {kept}; on {name}: {measured}" if several else f"PASSED: {kept}: {measured}"
+        return f"PASSED: {kept}{f'; on {name}' if several else ''}: {measured}{lost}"
     first, *others = _ranked(verdict.unmet)
     more = f"; and {len(others)} more" if others else ""
     return f"{OUTCOMES[verdict.outcome]}: {check_text(first)}{more}"
@@ -105,6 +111,11 @@ def _within_margin_text(verdict: Verdict) -> str:
 
 #: Nobody scores more tokens to decide: hours on a processor with small models.
 _MOST_TOKENS = 1_000_000
+
+
+#: What a check's intervals are of, and what would decide it.
+_UNITS = {"tokens": "documents or windows", "prompts": "prompts"}
+_FRESH = {"tokens": "tokens of fresh text", "prompts": "prompts"}
 
 
 def verdict_count(candidate: CandidateResult) -> str:
@@ -133,21 +144,23 @@ def check_text(check: Check) -> str:
     if not undecided:
         return text
     if not check.estimate.known:
-        return f"{text}: too few documents or windows for an interval"
+        return f"{text}: too few {_UNITS[check.counted]} for an interval"
     if check.tokens_needed is None:
         return f"{text}: {_nearness(check)}; without a margin no number of tokens would decide"
     more = _rounded(max(check.tokens_needed - check.tokens, 1))
     if more > _MOST_TOKENS:
         return (
             f"{text}: {_nearness(check)}; no practical amount of text would decide, because it would take more than "
-            f"{_MOST_TOKENS:,} tokens"
+            f"{_MOST_TOKENS:,} {check.counted}"
         )
-    return f"{text}: {_nearness(check)}; about {more:,} more tokens of fresh text would decide"
+    return f"{text}: {_nearness(check)}; about {more:,} more {_FRESH[check.counted]} would decide"
 
 
 def _nearness(check: Check) -> str:
     """Say why a check is undecided: how far the value is from the bound, beside half the width of the interval."""
     estimate, as_percent = check.estimate, _is_fraction(check)
+    if check.few_units and check.counted == "prompts":
+        return f"the bound is kept, but a pass needs {FEWEST_TO_PASS} prompts that the baseline answers well"
     if check.few_units:
         return (
             f"the bound is kept, but a pass needs {FEWEST_TO_PASS} documents or windows that are worth "
@@ -193,7 +206,7 @@ def _measured(check: Check) -> str:
 
 
 def _is_fraction(check: Check) -> bool:
-    return check.quantity in (INCREASE, SAME_TOP1)
+    return check.quantity in (INCREASE, SAME_TOP1) or check.counted == "prompts"
 
 
 def _limit(check: Check, value: float) -> str:
@@ -286,6 +299,41 @@ def generation_text(generation: GreedyDivergence) -> str:
         f"{generation.prompts - generation.parted} of {generation.prompts} prompts ({same}) were continued by the same "
         f"{generation.new_tokens} tokens; {half}; on average the first {match} of a continuation were the same"
     )
+
+
+def behavior_lines(behavior: Behavior) -> list[str]:
+    """Say how the models behave: each share, how alike the answers are, their thinking, and what hides behind it."""
+    lines = [
+        f"{share.quantity} {share.baseline} -> {share.candidate} of {share.prompts:,}, difference "
+        f"{share_difference(share)}; better : worse {share.better} : {share.worse}"
+        for share in behavior.shares
+    ]
+    lines += [
+        f"{row.quantity} of both models at {row.same} of {row.prompts:,} prompts with tools "
+        f"({shown(row.share, as_percent=True)})"
+        for row in behavior.agreement
+    ]
+    if (thinking := behavior.thinking) is not None:
+        lines.append(
+            f"thinking {number(thinking.baseline, 3)} -> {number(thinking.candidate, 3)} tokens on average, change "
+            f"{shown(thinking.change, signed=True)}"
+        )
+    if any(behavior.cut_off):
+        lines.append(
+            f"cut off at {behavior.new_tokens:,} tokens: {behavior.cut_off[0]} -> {behavior.cut_off[1]} answers "
+            "(--behavior-tokens)"
+        )
+    if "generic" in behavior.tool_formats:
+        lines.append(
+            "the chat template has no tools: they are told in the system message, in the generic form of `serve`"
+        )
+    return lines
+
+
+def share_difference(share: BehaviorShare) -> Pair:
+    """Return candidate - baseline with its interval, in percentage points."""
+    value, ends = shown(share.difference, as_percent=True, signed=True)
+    return Pair(value.replace("%", " pp"), ends)
 
 
 def attribution_text(attribution: Attribution) -> str:

@@ -30,6 +30,7 @@ from minifloat.serve.api.items import (
     EFFORTS,
     MAX_TOOLS,
     CallId,
+    Effort,
     Json,
     Text,
     ToolName,
@@ -301,7 +302,7 @@ class ChatCompletionRequest(ChatFields, SamplingRequest):
     service_tier: Literal["auto", "default"] | None = Field(default=None, description="Has no effect.")
     prompt_cache_key: str | None = Field(default=None, max_length=512, description="Has no effect.")
     safety_identifier: str | None = Field(default=None, max_length=512, description="Has no effect.")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     max_reasoning_tokens: Natural | None = Field(
         default=None, description="Tokens of the thinking, after which it is ended."
     )

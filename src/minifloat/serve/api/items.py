@@ -24,6 +24,7 @@ Ignored = Annotated[Any, Field(description="Has no effect.")]
 Text = Annotated[str, Unicode]
 CallId = Annotated[str, Field(min_length=1, max_length=256), Unicode]
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 #: How hard a model thinks, as these APIs name it -> as chat templates know it.
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 

@@ -20,6 +20,7 @@ from minifloat.serve.api.items import (
     EFFORTS,
     MAX_TOOLS,
     CallId,
+    Effort,
     Ignored,
     Json,
     PartWriter,
@@ -370,7 +371,7 @@ class TextConfig(Strict):
 class Reasoning(Strict):
     """How the model thinks before it answers. There are no summaries: the thinking itself is in the answer."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Ignored = None
     generate_summary: Ignored = None
     context: Ignored = None
