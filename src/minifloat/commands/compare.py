@@ -116,6 +116,10 @@ def compare(
     tolerance, 1 if one is not, 3 if the text is too short to decide, 130 after Ctrl-C, which reports what was measured
     by then.
     """
+    if values["behavior"] is not None and Path(values["behavior"]).is_dir():
+        raise UsageError(
+            f"--behavior: {values['behavior']} is a folder; name a file, or put the option behind the models"
+        )
     if bool(candidates) == (served is not None):
         raise UsageError("name CANDIDATES, or the address of a server with --served")
     if values["served_baseline"] is not None and (served is None or values["behavior"] is None):

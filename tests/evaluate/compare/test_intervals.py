@@ -16,6 +16,7 @@ from minifloat.evaluate.compare.intervals import (
     Estimate,
     mean_interval,
     paired_mean_interval,
+    paired_share_interval,
     proportion_interval,
     quantile_interval,
     sums_by_unit,
@@ -51,6 +52,38 @@ def test_95_of_100_intervals_of_a_mean_contain_the_true_mean(draw: Draw) -> None
     truth = sums.sum() / sizes.sum()
     found = [mean_interval(*draw(rng, 40)) for _ in range(500)]
     assert 0.94 <= np.mean([interval.low <= truth <= interval.high for interval in found]) <= 0.99
+
+
+@pytest.mark.parametrize(("better", "worse", "count"), [(0, 0, 40), (0, 1, 40), (3, 2, 40), (12, 2, 50), (0, 40, 40)])
+def test_a_difference_of_shares_is_1_96_standard_errors_from_its_ends(better: int, worse: int, count: int) -> None:
+    """The shares are the most likely ones with the difference of the end, by a search over a grid."""
+    found = paired_share_interval(better, worse, count)
+    for end, sign in ((found.low, 1), (found.high, -1)):
+        if abs(end) == pytest.approx(1):
+            continue
+        less = np.linspace(max(0, -end), min(1, (1 - end) / 2), 400_001)[1:-1]  # share of `worse`
+        rest = np.maximum(1 - 2 * less - end, 1e-300)
+        likelihood = worse * np.log(less) + better * np.log(less + end) + (count - better - worse) * np.log(rest)
+        at = less[likelihood.argmax()]
+        error = math.sqrt((2 * at + end - end * end) / count)
+        assert ((better - worse) / count - end) / error == pytest.approx(sign * 1.96, abs=2e-3)
+
+
+def test_a_difference_of_shares_is_that_of_the_literature_and_keeps_its_coverage() -> None:
+    known = paired_share_interval(12, 2, 50)
+    assert (known.value, known.low, known.high) == (
+        0.2,
+        pytest.approx(0.0611, abs=1e-4),
+        pytest.approx(0.3447, abs=1e-4),
+    )
+    assert math.isnan(paired_share_interval(1, 0, FEWEST_UNITS - 1).low)
+    rng = np.random.default_rng(3)
+    for worse, better in ((0.11, 0.0), (0.16, 0.05), (0.05, 0.05)):
+        draws = rng.multinomial(40, [better, worse, 1 - better - worse], 2000)[:, :2]
+        kinds, times = np.unique(draws, axis=0, return_counts=True)
+        found = [paired_share_interval(int(more), int(less), 40) for more, less in kinds]
+        missed = [[each.low > better - worse, each.high < better - worse] for each in found]
+        assert (np.average(missed, axis=0, weights=times) < 0.045).all()
 
 
 def test_95_of_100_intervals_of_a_quantile_contain_the_true_quantile() -> None:

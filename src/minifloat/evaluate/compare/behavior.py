@@ -211,7 +211,6 @@ def _share(quantity: str, pairs: _Pairs) -> BehaviorShare:
         return answer.is_good if quantity == GOOD else answer.marks[quantity]
 
     found = Counter((is_good(first), is_good(second)) for first, second in pairs)
-    changes = np.array([float(is_good(second)) - float(is_good(first)) for first, second in pairs])
     return BehaviorShare(
         quantity=quantity,
         prompts=len(pairs),
@@ -219,7 +218,7 @@ def _share(quantity: str, pairs: _Pairs) -> BehaviorShare:
         candidate=found[True, True] + found[False, True],
         better=found[False, True],
         worse=found[True, False],
-        difference=paired_share_interval(changes),
+        difference=paired_share_interval(found[False, True], found[True, False], len(pairs)),
     )
 
 

@@ -52,16 +52,11 @@ def answers_of(model: Model, prompts: Prompts, progress: Progress | None) -> Ans
     """Let a model answer, or return what it has answered before.
 
     Raises:
-        UsageError: If transformers' code runs the model, or as `engine_answers`.
+        UsageError: As `engine_answers`.
     """
     if isinstance(model, RecordedModel) and model.answers is not None:
         return model.answers
-    if not isinstance(model, EngineModel):
-        raise UsageError(
-            f"--behavior: {model.name}: transformers' code runs this comparison, and only minifloat's engine "
-            "answers as `serve` does: leave the option out, or add --weight-only if a checkpoint "
-            "declares quantized inputs"
-        )
+    assert isinstance(model, EngineModel), "transformers' code answers no prompts of behavior"
     return engine_answers(model.engine, model.name, prompts, progress)
 
 

@@ -41,7 +41,7 @@ def _away_from_zero(value: float) -> float:
     return value if abs(value) > _TINY else _TINY
 
 
-def _solved(function: Callable[[float], float], target: float) -> float:
+def solved(function: Callable[[float], float], target: float) -> float:
     """Return where an increasing function on 0 to 1 has a value."""
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -63,7 +63,7 @@ def student_quantile(probability: float, degrees: float) -> float:
     """Return the value below which a probability of more than one half lies."""
     if math.isinf(degrees):
         return NormalDist().inv_cdf(probability)
-    x = _solved(lambda x: beta_cdf(x, degrees / 2, 0.5) / 2, 1 - probability)
+    x = solved(lambda x: beta_cdf(x, degrees / 2, 0.5) / 2, 1 - probability)
     return math.sqrt(degrees * (1 - x) / x)
 
 
@@ -74,6 +74,6 @@ def binomial_ends(hits: float, total: float, tail: float) -> tuple[float, float]
     ("rule of three": 3 / total for 5%).
     """
     misses = total - hits
-    low = 0.0 if hits <= 0 else _solved(lambda x: beta_cdf(x, hits, misses + 1), tail)
-    high = 1.0 if misses <= 0 else _solved(lambda x: beta_cdf(x, hits + 1, misses), 1 - tail)
+    low = 0.0 if hits <= 0 else solved(lambda x: beta_cdf(x, hits, misses + 1), tail)
+    high = 1.0 if misses <= 0 else solved(lambda x: beta_cdf(x, hits + 1, misses), 1 - tail)
     return low, high

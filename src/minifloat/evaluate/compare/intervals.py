@@ -14,15 +14,18 @@ The interval depends on the kind of quantity:
 - Quantiles get Woodruff's interval: the interval of the fraction of tokens below the quantile, read backwards.
 - Mean differences of task items get a bias-corrected and accelerated bootstrap (BCa). Of items that are right or wrong,
   two models differ on few. A draw without these has no spread, and the studentized bootstrap divides by the spread.
+- Differences of the shares of prompts that two models answer well get the score interval of Tango, which keeps its
+  coverage with few prompts, and has a width where none differs.
 - Task scores that are not functions of a mean get a percentile bootstrap, which computes the score of every draw.
 - Fractions of prompts get Wilson's interval.
 
 Sources: B. Efron, R. Tibshirani, An Introduction to the Bootstrap (1993), sections 12.5 and 14.3; B. Efron, Better
 bootstrap confidence intervals, JASA 82 (1987); P. Hall, On the removal of skewness by transformation, JRSS B 54 (1992);
 E. L. Korn, B. I. Graubard, Confidence intervals for proportions with small expected number of positive counts estimated
-from survey data, Survey Methodology 24 (1998); R. S. Woodruff, Confidence intervals for medians and other position
-measures, JASA 47 (1952); E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22
-(1927).
+from survey data, Survey Methodology 24 (1998); T. Tango, Equivalence test and confidence interval for the difference in
+proportions for the paired-sample design, Statistics in Medicine 17 (1998); R. S. Woodruff, Confidence intervals for
+medians and other position measures, JASA 47 (1952); E. B. Wilson, Probable inference, the law of succession, and
+statistical inference, JASA 22 (1927).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.evaluate.compare.distributions import binomial_ends, student_quantile
+from minifloat.evaluate.compare.distributions import binomial_ends, solved, student_quantile
 from minifloat.evaluate.compare.series import BlockDraws, FloatArray, IntArray, Moments, Stratum
 
 CONFIDENCE = 0.95
@@ -163,17 +166,31 @@ def paired_mean_interval(changes: FloatArray, sizes: FloatArray) -> Estimate:
     return Estimate(mean, min(low, mean), max(high, mean))
 
 
-def paired_share_interval(changes: FloatArray) -> Estimate:
-    """Estimate the mean of paired differences of items that are right (1) or wrong (0).
+def paired_share_interval(better: int, worse: int, count: int) -> Estimate:
+    """Estimate a difference of two shares of the same items by Tango's score interval; it has a width at 0 too.
 
-    Equal on every item sampled is not equal on all: where no item differs, the interval reaches to the most items that
-    may differ, either way (rule of three).
+    Args:
+        better: Items that are right only the second time.
+        worse: Items that are right only the first time.
+        count: All items.
     """
-    interval = paired_mean_interval(changes, np.ones(len(changes)))
-    if not interval.known or changes.any():
-        return interval
-    most = binomial_ends(0, len(changes), _TAILS[0])[1]
-    return Estimate(0.0, -most, most)
+    value = (better - worse) / count
+    if count < FEWEST_UNITS:
+        return Estimate(value, math.nan, math.nan)
+    low, high = (
+        2 * solved(lambda x: -_tango_score(2 * x - 1, better, worse, count), sign * _NORMAL_REACH) - 1
+        for sign in (-1, 1)
+    )
+    return Estimate(value, min(low, value), max(high, value))
+
+
+def _tango_score(difference: float, better: int, worse: int, count: int) -> float:
+    """Return how many standard errors the items are above a difference of shares, at its most likely shares."""
+    linear = (2 * count - better + worse) * difference - better - worse
+    product = -worse * difference * (1 - difference)
+    share = (math.sqrt(max(linear * linear - 8 * count * product, 0.0)) - linear) / (4 * count)  # of `worse`
+    variance = count * (2 * share + difference * (1 - difference))
+    return (better - worse - count * difference) / math.sqrt(max(variance, 1e-300))
 
 
 def percentile_interval(value: float, count: int, statistic: Callable[[list[int]], float]) -> Estimate:

@@ -327,7 +327,7 @@ def open_models(
         with _refusals_of_engines():
             return _in_engines([str(model) for model in (baseline, *candidates)], known, options)
 
-    return _by_engine_or_transformers(reason, opened_by)
+    return _by_engine_or_transformers(reason, opened_by, options)
 
 
 class _NoEngineError(Exception):
@@ -343,13 +343,18 @@ def _refusals_of_engines() -> Iterator[None]:
         raise _NoEngineError(str(error)) from error
 
 
-def _by_engine_or_transformers(reason: str, run: Callable[[bool], _Result]) -> _Result:
+def _by_engine_or_transformers(reason: str, run: Callable[[bool], _Result], options: CompareOptions) -> _Result:
     """Return what `run` gives with engines, or without where there is a reason, or where an engine refuses a model."""
     if not reason:
         try:
             return run(True)
         except _NoEngineError as error:
             reason = str(error)
+    if options.behavior is not None:
+        raise UsageError(
+            f"--behavior: only minifloat's engine answers as `serve` does, and it does not run these models: {reason}; "
+            "leave the option out, or add --weight-only if a checkpoint declares quantized inputs"
+        )
     _LOG.info("transformers' code runs the models: %s", reason)
     return run(False)
 
@@ -476,7 +481,7 @@ class _OneAtATime:
         wanted["--attribute"] = self.options.attribute
         for name in (name for name, given in wanted.items() if given):
             raise UsageError(f"{name} needs all models in memory at once, where they do not fit: leave it out")
-        return _by_engine_or_transformers(_why_no_engine(self.checkpoints, self.options), self._run)
+        return _by_engine_or_transformers(_why_no_engine(self.checkpoints, self.options), self._run, self.options)
 
     def _run(self, in_engine: bool) -> Comparison:
         started, results = time.perf_counter(), []

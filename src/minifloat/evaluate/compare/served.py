@@ -89,6 +89,8 @@ def compare_served(
     sources, prompts = as_sources(data), read_prompts(settings)
     connection = Connection(url, settings.api_key)
     listed = connection.listed_model(settings.model)  # reports a missing server before the model is loaded
+    if settings.baseline_url is not None:
+        shared["behavior"] = None  # the model that is loaded here does not answer
     with opened(baseline, (), CompareOptions(**shared)) as checkpoints:
         (model,) = open_models(baseline, (), CompareOptions(**shared), [], checkpoints)
     tokenizer = common_tokenizer([model])
