@@ -267,3 +267,18 @@ def test_logits_of_texts_are_those_of_each_text_and_short_texts_share_a_step(
     assert len(steps) < len(prompts)
     torch.testing.assert_close(torch.cat(steps).log_softmax(-1), torch.cat(expected), atol=TOLERANCE, rtol=0)
     assert engine.kv_usage == 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_logits_that_overwrite_each_other_are_the_same_and_take_no_more_memory(
+    runner: str, folder: Path, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = engine_of(folder, runner, max_num_batched_tokens=64, max_model_len=60, max_num_seqs=3)
+    apart = list(engine.logits_of_each(prompts))
+    for _ in range(2):
+        addresses = set()
+        for rows, wanted in zip(engine.logits_of_each(prompts, overwrite=True), apart, strict=True):
+            assert torch.equal(rows, wanted)
+            addresses.add(rows.data_ptr())
+    assert len(addresses) == 1 or runner != "native"
+    assert len({rows.data_ptr() for rows in apart}) == len(apart)

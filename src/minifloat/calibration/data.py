@@ -33,6 +33,8 @@ from minifloat.model.runtime.templates import apply_chat_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from minifloat.model.runtime.tokenizer import TextTokenizer
+
 _LOG = logging.getLogger(__name__)
 #: Size of a block to shuffle, which is held in memory: it ends at whichever limit is reached first.
 _BLOCK_DOCUMENTS = 4096
@@ -51,7 +53,7 @@ class Document(NamedTuple):
 class SourceReader:
     """Reads one source, and records which part of it was used."""
 
-    def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> None:
+    def __init__(self, source: Source, tokenizer: TextTokenizer, rng: random.Random) -> None:
         self.source, self.tokenizer, self.rng = source, tokenizer, rng
         self.columns: set[str] = set()
         self.kind, self.files = locate(source)
@@ -159,7 +161,7 @@ class SourceReader:
             raise DataError(f"{where}: {first_line(error)}") from error
 
 
-def sequence_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def sequence_prefix(tokenizer: TextTokenizer) -> list[int]:
     """Return the tokens that every sequence begins with: BOS if the tokenizer begins texts with it, else none."""
     begin = list(tokenizer("a").input_ids[:1])
     return begin if begin == [tokenizer.bos_token_id] else []

@@ -171,7 +171,7 @@ class DeviceRunner(Runner):
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
 
     @torch.no_grad()
-    def run(self, works: Sequences[WorkItem]) -> Tensor:
+    def run(self, works: Sequences[WorkItem], memory: Tensor | None = None) -> Tensor:
         if all(end - start == 1 and end == len(sequence.tokens) for sequence, start, end, *_ in works):
             return self._run_graph(works)
         return step(self._decoder, self._cache, self._mixed(works)).float()

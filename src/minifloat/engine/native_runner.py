@@ -49,9 +49,9 @@ class NativeRunner(Runner):
         cache = self.cache if shares_cache else None
         return NativeRunner(decoder, self.cache.blocks, self.kv_element, self._impl, cache=cache)
 
-    def run(self, works: Sequences[WorkItem]) -> Tensor:
-        batch = batch_of(works)
-        return step(self.decoder, self.cache, batch, self._impl, self.states, nanoseconds=self._nanoseconds)
+    def run(self, works: Sequences[WorkItem], memory: Tensor | None = None) -> Tensor:
+        batch, parts = batch_of(works), self._nanoseconds
+        return step(self.decoder, self.cache, batch, self._impl, self.states, nanoseconds=parts, memory=memory)
 
     def part_seconds(self) -> dict[str, float]:
         return {name: value / 1e9 for name, value in zip(PARTS, self._nanoseconds.tolist(), strict=True)}

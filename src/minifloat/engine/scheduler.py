@@ -302,10 +302,14 @@ class Runner:
     reason_no_prefixes = ""
     snapshots: StateSnapshots | None = None
 
-    def run(self, works: Sequences[WorkItem]) -> Tensor:
+    def run(self, works: Sequences[WorkItem], memory: Tensor | None = None) -> Tensor:
         """Compute tokens and put their keys and values into the cache.
 
         A call that raised may be repeated with some of the same work.
+
+        Args:
+            works: What to compute.
+            memory: The logits of an earlier call, which these may overwrite: fresh memory takes time.
 
         Returns:
             float32 ``[n, vocab]``: the logits after the last `WorkItem.logits` tokens of each work item in turn, on the

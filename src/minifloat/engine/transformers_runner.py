@@ -68,7 +68,7 @@ class TransformersRunner(Runner):
         return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize * BLOCK_TOKENS)
 
     @torch.inference_mode()
-    def run(self, works: Sequences[WorkItem]) -> Tensor:
+    def run(self, works: Sequences[WorkItem], memory: Tensor | None = None) -> Tensor:
         return torch.cat([self._run_one(work) for work in works])
 
     def _run_one(self, work: WorkItem) -> Tensor:

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -510,3 +512,16 @@ def test_a_missing_text_is_refused_before_a_model_is_loaded(tmp_path: Path) -> N
 def test_a_folder_without_a_model_raises_a_minifloat_error(llama_folder: Path, tmp_path: Path, text: Path) -> None:
     with pytest.raises(MinifloatError):
         compare_models(llama_folder, tmp_path, [text])
+
+
+def test_models_in_the_engine_are_compared_without_the_models_of_transformers(llama_folder: Path, text: Path) -> None:
+    code = (
+        "import sys\n"
+        "from minifloat import compare_models\n"
+        "result = compare_models(sys.argv[1], sys.argv[1], sys.argv[2])\n"
+        "assert result.candidates[0].model.runner == 'native', result.candidates[0].model\n"
+        "print({'transformers.modeling_utils', 'transformers.models.auto.configuration_auto'} & set(sys.modules))\n"
+    )
+    arguments = [sys.executable, "-c", code, str(llama_folder), str(text)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr

@@ -15,18 +15,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.data import SourceLike, SourceReader, as_source, interleave, sequence_prefix
 from minifloat.calibration.readers import END_OF_TEXT, READERS, Source, locate
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import DataError, UsageError
 from minifloat.evaluate.compare.series import DOCUMENT, WINDOW
+
+if TYPE_CHECKING:
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 DEFAULT_WINDOW = 256
 
@@ -74,7 +77,7 @@ class Corpus:
     def __init__(
         self,
         sources: Sequence[SourceLike],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: TextTokenizer,
         window: int,
         max_tokens: int | None = None,
         vocab_size: int | None = None,
@@ -104,7 +107,7 @@ class Corpus:
         self,
         name: str,
         documents: Iterator[str],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: TextTokenizer,
         room: int,
         max_tokens: int | None,
     ) -> TokenizedText:
@@ -166,7 +169,7 @@ def _built_in(name: str) -> str:
     return (resources.files("minifloat.evaluate.compare") / "texts" / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _documents(source: Source, tokenizer: TextTokenizer) -> Iterator[str]:
     kind, files = locate(source)
     if kind == "hub":
         yield from _rows(source, tokenizer)
@@ -177,7 +180,7 @@ def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
             yield from _rows(Source(os.fspath(path), source.column), tokenizer)
 
 
-def _rows(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _rows(source: Source, tokenizer: TextTokenizer) -> Iterator[str]:
     reader = SourceReader(source, tokenizer, random.Random(0))
     return (document.text for document in reader.texts())
 

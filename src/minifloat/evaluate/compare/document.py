@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from minifloat.evaluate.compare import figures, words
-from minifloat.evaluate.compare.attribution import Attribution
 from minifloat.evaluate.compare.behavior import AnswerPair, Behavior
 from minifloat.evaluate.compare.generation import ContinuationPair, GreedyDivergence
-from minifloat.evaluate.compare.result import CandidateResult, Comparison, LikelyToken, ModelRecord, WorstToken
+from minifloat.evaluate.compare.result import (
+    Attribution,
+    CandidateResult,
+    Comparison,
+    LikelyToken,
+    ModelRecord,
+    WorstToken,
+)
 from minifloat.evaluate.compare.summary import Positions, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.verdict import Outcome

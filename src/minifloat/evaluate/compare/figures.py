@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from minifloat.evaluate.compare.attribution import Attribution, ModuleDamage
 from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import Estimate
 from minifloat.evaluate.compare.options import Tolerance
-from minifloat.evaluate.compare.result import CandidateResult
+from minifloat.evaluate.compare.result import Attribution, CandidateResult, ModuleDamage
 from minifloat.evaluate.compare.tasks import TaskDifference
 from minifloat.evaluate.compare.words import increase, position_label, share_difference, shown, task_difference
 from minifloat.report.document import Axis, Bar, Bars, Dot, Dots, Figure, Lines, Mark, Point, Scatter, Series

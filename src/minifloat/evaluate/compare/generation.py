@@ -10,13 +10,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from minifloat.engine.text import Detokenizer
 from minifloat.errors import UsageError
 from minifloat.evaluate.compare.intervals import Estimate, fraction_interval, proportion_interval
+
+if TYPE_CHECKING:
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class GreedyDivergence:
 
 
 def greedy_divergence(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TextTokenizer,
     prompts: Sequence[Sequence[int]],
     baseline: Sequence[Sequence[int]],
     candidate: Sequence[Sequence[int]],
@@ -81,7 +84,7 @@ def _parted_at(baseline: Sequence[int], candidate: Sequence[int]) -> int | None:
 
 
 def _sample(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TextTokenizer,
     prompt: Sequence[int],
     baseline: Sequence[int],
     candidate: Sequence[int],
@@ -91,7 +94,7 @@ def _sample(
     return ContinuationPair(text, _text(tokenizer, prompt, baseline), _text(tokenizer, prompt, candidate), parted_at)
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], continuation: Sequence[int]) -> str:
+def _text(tokenizer: TextTokenizer, prompt: Sequence[int], continuation: Sequence[int]) -> str:
     """Decode a continuation; a space at its start is kept, which tokenizers drop at the start of a text."""
     detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(map(detokenizer.add, continuation)) + detokenizer.rest()

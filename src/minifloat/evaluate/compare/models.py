@@ -11,24 +11,34 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.engine import Delivery, Engine, EngineOptions, SamplingParams
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.model.runtime.inputs import INT8_INPUTS
-from minifloat.model.runtime.tokenizer import load_tokenizer
+from minifloat.model.runtime.tokenizer import serving_tokenizer
 from minifloat.numerics.formats import BFLOAT16, E4M3, FLOAT16, FLOAT32
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 #: Dtype of the activations -> what reports call inputs that are not quantized.
 PLAIN_INPUTS = {"bfloat16": BFLOAT16.name, "float16": FLOAT16.name, "float32": FLOAT32.name}
 
-ModelLike = PreTrainedModel | str | os.PathLike[str]
+ModelLike: TypeAlias = "PreTrainedModel | str | os.PathLike[str]"
 #: New token ids of each prompt; a continuation that ended has its end token last.
 Continuations = tuple[tuple[int, ...], ...]
+
+
+def is_named(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether a model is a folder or a name, and not one that is loaded already."""
+    return isinstance(model, (str, os.PathLike))
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,21 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the logits ``[R, V]`` of all tokens of windows ``[B, W]`` but the last of each, some rows at a time."""
+        """Yield the logits ``[R, V]`` of all tokens of windows ``[B, W]`` but the last of each, some rows at a time.
+
+        The next ones may overwrite them.
+        """
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress | None) -> Continuations:
         """Continue prompts by the token with the largest logit, up to an end token."""
+
+    def tokenizer(self) -> TextTokenizer:
+        """Return the tokenizer of the model's folder."""
+        return serving_tokenizer(self.folder)
+
+    def check_window(self, window: int) -> None:  # noqa: B027
+        """Refuse a window whose logits do not fit into memory; by default, models run windows in pieces."""
 
     def headers(self) -> Checkpoint:
         """Return the closed checkpoint of the model's folder: config, and names, shapes and dtypes of tensors."""
@@ -85,6 +105,9 @@ class EngineModel(Model):
         info = self.engine.info
         self.vocab_size, self.dtype, self.longest = info.vocab_size, info.dtype, info.max_model_len
 
+    def tokenizer(self) -> TextTokenizer:
+        return self.engine.tokenizer
+
     def headers(self) -> Checkpoint:
         return self._checkpoint
 
@@ -96,7 +119,7 @@ class EngineModel(Model):
         return ModelRecord(self.name, info.weight_bytes, inputs, kv_cache, info.lm_head, runner=info.runner)
 
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        return self.engine.logits_of_each([window[:-1] for window in ids.tolist()])
+        return self.engine.logits_of_each([window[:-1] for window in ids.tolist()], overwrite=True)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress | None) -> Continuations:
         require_room(max(map(len, prompts)), new_tokens, self.longest)
@@ -130,13 +153,13 @@ def finished(
             yield int(delivery.request_id), Delivery.joined(parts.pop(delivery.request_id))
 
 
-def common_tokenizer(models: Sequence[Model]) -> PreTrainedTokenizerBase:
+def common_tokenizer(models: Sequence[Model]) -> TextTokenizer:
     """Return the tokenizer of all models, for which token i must be the same string."""
     first, *others = models
-    tokenizer = load_tokenizer(first.folder)
+    tokenizer = first.tokenizer()
     vocabulary = tokenizer.get_vocab()
     for other in others:
-        other_vocabulary = load_tokenizer(other.folder).get_vocab()
+        other_vocabulary = other.tokenizer().get_vocab()
         if vocabulary != other_vocabulary or first.vocab_size != other.vocab_size:
             differing = len(set(vocabulary.items()) ^ set(other_vocabulary.items()))
             raise UsageError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.evaluate.compare.attribution import Attribution
 from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.models import ModelRecord as ModelRecord
@@ -18,6 +17,45 @@ from minifloat.report.json_values import to_values
 
 #: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
 SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Modules to leave in the baseline's precision, and the effect of it on a sample of the text."""
+
+    overrides: tuple[str, ...]
+    modules: tuple[str, ...]
+    extra_bytes: int
+    kl_before: float
+    kl_after: float
+    ppl_increase_before: float
+    ppl_increase_after: float
+    same_top1_before: float
+    same_top1_after: float
+    reaches: bool
+    everything: bool
+    tokens: int
+    finished: bool = True
+    verdict: Verdict | None = None  # on all texts; None if the sample fails or no module stays quantized
+
+
+@dataclass(frozen=True)
+class ModuleDamage:
+    module: str
+    sqnr_db: float  # of the output, on the baseline's inputs; NaN where the sample never ran the module
+    kl_alone: float | None  # of the baseline with the candidate's module; None: not measured
+    kl_without: float | None  # of the candidate with the baseline's module; None: not measured
+    extra_bytes: int
+
+
+@dataclass(frozen=True)
+class Attribution:
+    rows: tuple[ModuleDamage, ...]
+    tokens: int
+    seconds: float
+    measured: int
+    of: int
+    suggestion: Suggestion | None  # None if within the tolerance already, if no override can help, or the time was up
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import functools
 import logging
-import os
 import platform
 import tempfile
 import time
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from minifloat._version import __version__
 from minifloat.calibration.data import SourceLike, as_source
@@ -30,32 +28,26 @@ from minifloat.checkpoint.hub import model_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.engine import EngineOptions
 from minifloat.errors import MinifloatError, UsageError
-from minifloat.evaluate.compare.attribution import attribute
 from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.evaluate.compare.generation import greedy_divergence
 from minifloat.evaluate.compare.memory import RecordedModel, fits_together, prompts_of
 from minifloat.evaluate.compare.metrics import concatenate
-from minifloat.evaluate.compare.models import EngineModel, Model, ModelLike, ModelRecord, common_tokenizer
+from minifloat.evaluate.compare.models import EngineModel, Model, ModelLike, ModelRecord, common_tokenizer, is_named
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, Tolerance
 from minifloat.evaluate.compare.result import CandidateResult, Comparison, TextRecord
 from minifloat.evaluate.compare.scoring import MeasurementLog, ModelsPass, ScoringPass, to_worst_token
 from minifloat.evaluate.compare.summary import summarize
 from minifloat.evaluate.compare.tasks import Tasks
-from minifloat.evaluate.compare.transformers_model import (
-    CacheFactory,
-    TransformersModel,
-    kv_cache_factory,
-    match_experts_implementation,
-)
 from minifloat.evaluate.compare.verdict import LEAST_KL, MEAN_KL, Verdict, judge
 from minifloat.kernels import native, processors
 from minifloat.model.layouts import describe
-from minifloat.model.runtime.load import LoadOptions
 from minifloat.model.runtime.tensors import StoredTensors
+from minifloat.model.runtime.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from minifloat.evaluate.compare.behavior_prompts import Prompts
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 #: Tokens of a prompt, taken from the start of a window.
 _PROMPT_TOKENS = 32
@@ -109,10 +101,12 @@ def compare_models(
         UnknownNameError: If a task is not a valid name.
     """
     options = options or CompareOptions()
-    candidates = [candidates] if isinstance(candidates, (PreTrainedModel, str, os.PathLike)) else list(candidates)
+    candidates = (
+        list(candidates) if isinstance(candidates, Sequence) and not isinstance(candidates, str) else [candidates]
+    )
     if not candidates:
         raise UsageError("no model to compare with the baseline")
-    if options.resume is not None and any(isinstance(model, PreTrainedModel) for model in (baseline, *candidates)):
+    if options.resume is not None and not all(map(is_named, (baseline, *candidates))):
         raise UsageError("resume needs folders: a loaded model may have been changed since")
     sources = as_sources(data)
     tasks = Tasks(options.tasks, options.task_path) if options.tasks else None
@@ -179,7 +173,7 @@ def as_sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
 def cut_text(
     sources: Sequence[SourceLike],
     models: Sequence[Model],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TextTokenizer,
     options: ScoringOptions,
     longest: int | None = None,
 ) -> Corpus:
@@ -190,8 +184,7 @@ def cut_text(
         raise UsageError(f"a window of {window} tokens is longer than the {longest} that the models attend to")
     window = window or min(DEFAULT_WINDOW, longest or DEFAULT_WINDOW)
     for model in models:
-        if isinstance(model, TransformersModel):
-            model.check_window(window)
+        model.check_window(window)
     return Corpus(sources, tokenizer, window, options.max_tokens, models[0].vocab_size)
 
 
@@ -225,7 +218,7 @@ def judged(
     scoring: ScoringPass,
     index: int,
     record: ModelRecord,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TextTokenizer,
     tolerance: Tolerance,
     behavior: Behavior | None = None,
 ) -> CandidateResult:
@@ -303,9 +296,9 @@ def opened(
     """Open the checkpoint of each model; None for one that is loaded."""
     with ExitStack() as stack:
         yield [
-            None
-            if isinstance(model, PreTrainedModel)
-            else stack.enter_context(Checkpoint.open(model_folder(model, revision=None if at else options.revision)))
+            stack.enter_context(Checkpoint.open(model_folder(model, revision=None if at else options.revision)))
+            if is_named(model)
+            else None
             for at, model in enumerate((baseline, *candidates))
         ]
 
@@ -323,6 +316,8 @@ def open_models(
 
     def opened_by(engine: bool) -> list[Model]:
         if not engine:
+            from minifloat.evaluate.compare.in_transformers import open_in_transformers
+
             return [*open_in_transformers(baseline, candidates, options, notes, checkpoints)]
         with _refusals_of_engines():
             return _in_engines([str(model) for model in (baseline, *candidates)], known, options)
@@ -409,58 +404,6 @@ def _plain_cache(checkpoint: Checkpoint, options: CompareOptions) -> Literal["fl
     return "float32" if dtype == torch.float32 else "bfloat16"
 
 
-def open_in_transformers(
-    baseline: ModelLike,
-    candidates: Sequence[ModelLike],
-    options: CompareOptions,
-    notes: list[str],
-    opened: Sequence[Checkpoint | None] | None = None,
-) -> list[TransformersModel]:
-    """Load the models as transformers models, from checkpoints that are open if there are any, as `open_models`."""
-    checkpoints = [None] * (1 + len(candidates)) if opened is None else opened
-    revision = options.revision
-    models = [TransformersModel.of(baseline, _load_options(options), revision, checkpoint=checkpoints[0])]
-    for candidate, checkpoint in zip(candidates, checkpoints[1:], strict=True):
-        models += _candidate_in_transformers(candidate, checkpoint, options, notes)
-    match_experts_implementation(models)
-    return models
-
-
-def _load_options(options: CompareOptions) -> LoadOptions:
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    return LoadOptions(dtype=dtype, device=options.device, impl=options.impl, weight_only=options.weight_only)
-
-
-def _candidate_in_transformers(
-    candidate: ModelLike, checkpoint: Checkpoint | None, options: CompareOptions, notes: list[str]
-) -> list[TransformersModel]:
-    """Return a candidate as declared and, if the options request them, its other variants."""
-    own = replace(_load_options(options), lm_head=options.lm_head, activations=options.activations)
-    model = TransformersModel.of(candidate, own, read_kv_scales=options.kv_cache != "none", checkpoint=checkpoint)
-    if isinstance(candidate, PreTrainedModel):
-        return [model]
-    new_cache = _new_cache(model, options, notes)
-    models = [model if new_cache is None else model.variant(model.name, new_cache=new_cache)]
-    if options.variants and new_cache is not None:
-        models.append(model.variant(f"{model.name} (KV cache not rounded)"))
-    if options.variants and model.quantizes_inputs():
-        models.append(model.variant(f"{model.name} (weights only)", weight_only=True))
-    return models
-
-
-def _new_cache(model: TransformersModel, options: CompareOptions, notes: list[str]) -> CacheFactory | None:
-    """Return the factory of a candidate's simulated KV cache; None if its cache is not to be simulated."""
-    if model.kv_scales is None and options.kv_cache != "fp8":
-        return None
-    try:
-        return kv_cache_factory(model.model, model.kv_scales or {})
-    except UsageError as error:
-        if options.kv_cache == "fp8":
-            raise
-        notes.append(f"{model.name}: keys and values are not rounded: {error}")
-        return None
-
-
 # ------------------------------------------------------------------------------------------------- one after the other
 
 
@@ -501,7 +444,7 @@ class _OneAtATime:
         number: int,
         baseline: RecordedModel,
         corpus: Corpus,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: TextTokenizer,
         in_engine: bool,
     ) -> tuple[ModelsPass, CandidateResult]:
         """Return the pass of a candidate without its model, which is not in memory afterwards, and the result."""
@@ -518,7 +461,7 @@ class _OneAtATime:
         scoring.drop_candidates()
         return scoring, result
 
-    def _record_baseline(self, folder: Path, in_engine: bool) -> tuple[RecordedModel, Corpus, PreTrainedTokenizerBase]:
+    def _record_baseline(self, folder: Path, in_engine: bool) -> tuple[RecordedModel, Corpus, TextTokenizer]:
         model = self._open(0, in_engine)
         tokenizer = common_tokenizer([model])
         corpus = cut_text(self.sources, [model], tokenizer, self.options)
@@ -540,9 +483,11 @@ class _OneAtATime:
                 if number:
                     return _candidate_in_engine(name, checkpoint, options)[0]
                 return EngineModel(name, checkpoint, _unrounded(checkpoint, options))
+        from minifloat.evaluate.compare import in_transformers
+
         if number:
-            return _candidate_in_transformers(name, checkpoint, options, self.notes)[0]
-        return TransformersModel.of(name, _load_options(options), options.revision, checkpoint=checkpoint)
+            return in_transformers.candidate_in_transformers(name, checkpoint, options, self.notes)[0]
+        return in_transformers.baseline_in_transformers(name, checkpoint, options)
 
 
 # ------------------------------------------------------------------------------------------------- more measurements
@@ -553,7 +498,7 @@ class _ExtraMeasurements:
     models: list[Model]
     sources: Sequence[ModelLike]
     corpus: Corpus
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: TextTokenizer
     options: CompareOptions
     progress: Progress | None
     notes: list[str]
@@ -592,15 +537,19 @@ class _ExtraMeasurements:
             results[index] = replace(results[index], generation=divergence)
 
     def _run_tasks(self, results: list[CandidateResult], tasks: Tasks) -> None:
-        runs = []
+        runs, tokenizer = [], load_tokenizer(self.models[0].folder)  # the harness takes no other
         for index, model in enumerate(self.models):
             if self.progress is not None:
                 self.progress(index, len(self.models), f"tasks of {model.name}")
-            runs.append(tasks.run(model, self.tokenizer, self.options.task_limit))
+            runs.append(tasks.run(model, tokenizer, self.options.task_limit))
         for index, run in enumerate(runs[1:]):
             results[index] = replace(results[index], tasks=tasks.compare(runs[0], run))
 
     def _attribute(self, results: list[CandidateResult]) -> None:
+        from minifloat.evaluate.compare.attribution import attribute
+        from minifloat.evaluate.compare.in_transformers import open_in_transformers
+        from minifloat.evaluate.compare.transformers_model import TransformersModel
+
         models = [model for model in self.models if isinstance(model, TransformersModel)]
         if not models:
             self.models.clear()  # to free the engines

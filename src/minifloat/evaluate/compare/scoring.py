@@ -16,13 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from minifloat.checkpoint.files import storage_errors, written_whole
 from minifloat.checkpoint.progress import Progress
@@ -32,6 +31,9 @@ from minifloat.evaluate.compare.metrics import FloatArray, TokenScores, concaten
 from minifloat.evaluate.compare.models import Model
 from minifloat.evaluate.compare.result import LikelyToken, WorstToken
 from minifloat.kernels.divergence import Choices
+
+if TYPE_CHECKING:
+    from minifloat.model.runtime.tokenizer import TextTokenizer
 
 #: Logits of one model that are scored at a time. Those of transformers' code are copied to float32; larger copies would
 #: take fresh pages from the system each time.
@@ -219,7 +221,7 @@ def _likely_tokens(choices: Choices, row: int) -> tuple[tuple[int, float], ...]:
     return tuple(itertools.islice(pairs, _LIKELY_TOKENS))
 
 
-def to_worst_token(position: ScoredPosition, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
+def to_worst_token(position: ScoredPosition, corpus: Corpus, tokenizer: TextTokenizer) -> WorstToken:
     text = corpus.texts[position.text]
     window = text.windows[position.window]
     column = position.column - len(corpus.prefix)

@@ -27,13 +27,14 @@ from minifloat.errors import UsageError
 from minifloat.evaluate.compare.behavior import Behavior
 from minifloat.evaluate.compare.corpus import Corpus, WindowBatch
 from minifloat.evaluate.compare.metrics import FloatArray, TokenScores, concatenate, score_tokens
-from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, ServedRecord, common_tokenizer
+from minifloat.evaluate.compare.models import Model, ModelLike, ModelRecord, ServedRecord
 from minifloat.evaluate.compare.options import CompareOptions, ScoringOptions, ServedOptions
 from minifloat.evaluate.compare.result import Comparison
 from minifloat.evaluate.compare.run import as_sources, assembled, cut_text, judged, open_models, opened, read_prompts
 from minifloat.evaluate.compare.scoring import BatchTokens, ScoringPass, slabs
 from minifloat.kernels.divergence import TOP_K, Distribution
 from minifloat.model.runtime.templates import apply_chat_template
+from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.serve.client import Connection, ServerError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def compare_served(
         shared["behavior"] = None  # the model that is loaded here does not answer
     with opened(baseline, (), CompareOptions(**shared)) as checkpoints:
         (model,) = open_models(baseline, (), CompareOptions(**shared), [], checkpoints)
-    tokenizer = common_tokenizer([model])
+    tokenizer = load_tokenizer(model.folder)
     served = ServedModel(connection, str(listed["id"]), tokenizer)
     _check_tokenizer(served, url, tokenizer)
     context = listed.get("max_model_len")  # a server that lists it must have room for a token behind a window

@@ -30,7 +30,6 @@ from minifloat.errors import DataError, MinifloatError, NonFiniteError, UnknownN
 from minifloat.evaluate.compare.distributions import binomial_ends
 from minifloat.evaluate.compare.intervals import CONFIDENCE, Estimate, paired_mean_interval, percentile_interval
 from minifloat.evaluate.compare.models import EngineModel, Model
-from minifloat.evaluate.compare.transformers_model import TransformersModel
 
 #: Default seeds of the harness: of `random`, and of numpy, torch and the choice of examples.
 _PYTHON_SEED, _SEED = 0, 1234
@@ -115,7 +114,10 @@ class Tasks:
 def _in_harness(model: Model, tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     """Give a model of the harness; it makes its own caches, so that keys and values of transformers are not rounded."""
     copied = copy.deepcopy(tokenizer)  # gets a padding token
-    if isinstance(model, TransformersModel):
+    if not isinstance(model, EngineModel):
+        from minifloat.evaluate.compare.transformers_model import TransformersModel
+
+        assert isinstance(model, TransformersModel)
         batch = min(max(_BATCH_LOGITS // (_REQUEST_TOKENS * model.vocab_size), 1), _LARGEST_BATCH)
         with model.set_up(), torch.inference_mode():
             # In the dtype of the model, a document's sum would be rounded to a multiple of 4 or 8.
@@ -123,7 +125,6 @@ def _in_harness(model: Model, tokenizer: PreTrainedTokenizerBase) -> Iterator[An
                 model.model, backend="causal", tokenizer=copied, batch_size=batch, softmax_dtype="float32"
             )
     else:
-        assert isinstance(model, EngineModel)
         from minifloat.evaluate.lm_eval_model import MinifloatLM
 
         yield MinifloatLM(model.engine, tokenizer=copied)

@@ -6,12 +6,11 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from minifloat.evaluate.compare.attribution import Attribution, Suggestion
 from minifloat.evaluate.compare.behavior import Behavior, BehaviorShare
 from minifloat.evaluate.compare.generation import GreedyDivergence
 from minifloat.evaluate.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate
 from minifloat.evaluate.compare.options import Tolerance
-from minifloat.evaluate.compare.result import CandidateResult, Comparison, ModelRecord
+from minifloat.evaluate.compare.result import Attribution, CandidateResult, Comparison, ModelRecord, Suggestion
 from minifloat.evaluate.compare.summary import LateChange, PositionRange, Summary
 from minifloat.evaluate.compare.tasks import TaskDifference, TaskScore
 from minifloat.evaluate.compare.verdict import (

@@ -56,8 +56,12 @@ def step(
     states: SequenceStates | None = None,
     *,
     nanoseconds: Tensor | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor:
-    """Put the new tokens of a batch into the cache and compute the requested logits."""
+    """Put the new tokens of a batch into the cache and compute the requested logits.
+
+    Logits may be written to `memory`, float32 ``[rows, vocab]``, where it has enough rows.
+    """
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
     reason = cpu.why_not()
@@ -69,7 +73,7 @@ def step(
     if states is not None and batch.slots is not None:
         states.begin(batch.slots)
     if impl != "reference" and not reason:
-        logits = cpu.step(decoder, cache, batch, nanoseconds, states)
+        logits = cpu.step(decoder, cache, batch, nanoseconds, states, memory)
     else:
         with torch.no_grad():
             logits = reference.step(decoder, cache, batch, states)

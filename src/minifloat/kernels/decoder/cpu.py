@@ -38,12 +38,15 @@ def step(
     batch: StepBatch,
     nanoseconds: Tensor | None = None,
     states: SequenceStates | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor:
     library = native.require()
     described = _DESCRIBED.get(decoder)
     if described is None:
         described = _DESCRIBED[decoder] = _Described(decoder)
-    logits = torch.empty(batch.logits.shape[0], decoder.lm_head.shape[0])
+    rows = batch.logits.shape[0]
+    fits = memory is not None and len(memory) >= rows
+    logits = memory[:rows] if memory is not None and fits else torch.empty(rows, decoder.lm_head.shape[0])
     library.call(
         "step",
         STRUCTS["step_args"](

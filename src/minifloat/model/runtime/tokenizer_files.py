@@ -62,6 +62,10 @@ class FileTokenizer:
             return self._name(ids)
         return [self._name(token) for token in ids]
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, added ones included, by its name."""
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """Return the id of a token; that of the unknown token, which may be None, for a name that has none."""
         found = self.backend.token_to_id(token)

@@ -20,6 +20,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.evaluate.compare.attribution.damage import Distance, Mixtures, TimeBudget, as_tensor, measure_damage
 from minifloat.evaluate.compare.attribution.differences import Difference, find_differences, stored_bytes
 from minifloat.evaluate.compare.options import Tolerance
+from minifloat.evaluate.compare.result import Attribution, ModuleDamage, Suggestion
 from minifloat.evaluate.compare.transformers_model import TransformersModel, match_experts_implementation
 from minifloat.evaluate.compare.verdict import Verdict
 from minifloat.model.architecture.families import family_of
@@ -35,45 +36,6 @@ from minifloat.model.runtime.names import assign
 _ALONE_ENDS, _WITHOUT_ENDS = 0.4, 0.6
 #: Passes of the search, beside those of doubling and bisection, for which the size of its sample leaves time.
 _PRUNING_PASSES = 8
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """Modules to leave in the baseline's precision, and the effect of it on a sample of the text."""
-
-    overrides: tuple[str, ...]
-    modules: tuple[str, ...]
-    extra_bytes: int
-    kl_before: float
-    kl_after: float
-    ppl_increase_before: float
-    ppl_increase_after: float
-    same_top1_before: float
-    same_top1_after: float
-    reaches: bool
-    everything: bool
-    tokens: int
-    finished: bool = True
-    verdict: Verdict | None = None  # on all texts; None if the sample fails or no module stays quantized
-
-
-@dataclass(frozen=True)
-class ModuleDamage:
-    module: str
-    sqnr_db: float  # of the output, on the baseline's inputs; NaN where the sample never ran the module
-    kl_alone: float | None  # of the baseline with the candidate's module; None: not measured
-    kl_without: float | None  # of the candidate with the baseline's module; None: not measured
-    extra_bytes: int
-
-
-@dataclass(frozen=True)
-class Attribution:
-    rows: tuple[ModuleDamage, ...]
-    tokens: int
-    seconds: float
-    measured: int
-    of: int
-    suggestion: Suggestion | None  # None if within the tolerance already, if no override can help, or the time was up
 
 
 @torch.inference_mode()
