@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from serving import MODEL, Answer, Client, running
 
 from minifloat.engine import Engine
+from minifloat.serve.api.messages import MessagesRequest
+from minifloat.serve.api.responses import ResponsesRequest
 from minifloat.serve.server import read_api_keys
 
 KEY, OTHER_KEY = "the-first-key", "the-other-key"
@@ -50,6 +53,23 @@ def test_very_many_or_very_large_tools_are_refused_at_once(
     answer = ask(client, tools=tools(ask, schemas))
     assert (answer.status, "tools: " in answer.json["error"]["message"]) == (400, True), answer.body
     assert time.monotonic() - started < 2
+
+
+@both
+def test_old_calls_are_parsed_beside_the_event_loop(client: Client, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, name = {
+        respond: (ResponsesRequest, "conversation_with"),
+        message: (MessagesRequest, "conversation"),
+    }[ask]
+    make, threads = getattr(kind, name), []
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return make(*arguments)
+
+    monkeypatch.setattr(kind, name, noted)
+    assert ask(client).status == 200
+    assert [thread.startswith("minifloat-tokenizer") for thread in threads] == [True]
 
 
 @both

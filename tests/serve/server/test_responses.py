@@ -14,9 +14,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from serving import MODEL, Client, running
 
-from minifloat.engine import Delivery, TokenUsage
+from minifloat.engine import Delivery, TokenLogprob, TokenUsage
 from minifloat.errors import UsageError
-from minifloat.serve.api.answers import CollectedAnswer, Piece
+from minifloat.serve.api.answers import CollectedAnswer, Piece, TextScores
 from minifloat.serve.api.responses import ResponsesRequest, ResponseWriter
 from minifloat.serve.dialog.conversation import Conversation, Thinking, ToolChoice
 from minifloat.serve.dialog.events import AnswerText, CallArguments, CallBegins, CallEnds, Event, ThinkingText
@@ -178,8 +178,8 @@ def test_what_codex_sends_is_accepted() -> None:
         ({"store": True}, "stores no responses"),
         ({"background": True}, "answers at once"),
         ({"conversation": {"id": "x"}}, "stores no conversations"),
-        ({"top_logprobs": 3}, "log-probabilities are in"),
-        ({"include": ["message.output_text.logprobs"]}, "Input should be"),
+        ({"include": ["message.output_text"]}, "Input should be"),
+        ({"top_logprobs": 21}, "less than or equal to 20"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image is not"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference is not supported: this server stores"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "web_search_call is not supported"),
@@ -333,6 +333,68 @@ def test_a_custom_tool_is_called_with_its_text_and_a_namespace_is_told() -> None
     assert whole(CUT_CUSTOM, "length")["output"][0]["input"] == "a"
     item = whole(SPACED, "stop")["output"][0]
     assert (item["name"], item["namespace"], item["call_id"]) == ("read", "mcp__files", "given")
+
+
+def scored(text: str, value: float = -0.5) -> TokenLogprob:
+    return TokenLogprob(1, text, text.encode(), value, (TokenLogprob(1, text, text.encode(), value),))
+
+
+@pytest.mark.parametrize(
+    ("deliveries", "texts"),
+    [
+        ([([], ["<think>"]), ([ThinkingText("a")], ["a"]), ([], ["</think>"]), ([AnswerText("a")], ["a"])], ["a"]),
+        ([([], ["<to"]), ([], ["day"]), ([AnswerText("<today x")], [" x"])], ["<to", "day", " x"]),
+        ([([AnswerText("Hi")], [" Hi"]), ([AnswerText("!")], ["!", "</s>"])], [" Hi", "!"]),
+        ([([], ["\ufffd"]), ([AnswerText("é")], ["\ufffd"])], ["\ufffd", "\ufffd"]),
+        ([([AnswerText("a")], ["a"]), (CALL[:1], ["<call>", "x"]), (CALL[1:], ["}"])], ["a"]),
+        ([([AnswerText("a"), *CALL], ["a", "<call>", "{}"])], ["a"]),
+    ],
+    ids=["thinking", "held back", "beside its text", "parts of a character", "call", "call at once"],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_probabilities_are_those_of_the_text(
+    deliveries: list[tuple[list[Event], list[str]]], texts: list[str], stream: bool
+) -> None:
+    scores, written, answer = (
+        TextScores(),
+        writer(with_tools(include=["message.output_text.logprobs"])),
+        CollectedAnswer(),
+    )
+    events: list[Any] = []
+    for said, tokens in deliveries:
+        logprobs = tuple(scored(text) for text in tokens)
+        piece = Piece(scores.add(said, logprobs), Delivery("r", logprobs=logprobs))
+        answer.add(piece)
+        events += written.piece(0, piece)
+    events += written.closing(USAGE)
+    body = written.answer([answer], USAGE).model_dump(exclude_unset=True)
+    if stream:
+        body = events[-1].response.model_dump(exclude_unset=True)
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert [entry["token"] for event in deltas for entry in event.logprobs] == texts
+        for event in events:
+            EVENTS.validate_python(event.model_dump(mode="json"))
+    Response.model_validate(body, strict=True)
+    (message,) = [item for item in body["output"] if item["type"] == "message"]
+    assert [entry["token"] for entry in message["content"][0]["logprobs"]] == texts
+    assert all(len(entry["top_logprobs"]) == 1 for entry in message["content"][0]["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "alternatives", "tokens"),
+    [
+        ({}, None, None),
+        ({"top_logprobs": 0}, None, None),
+        ({"include": ["message.output_text.logprobs"]}, 0, 65536),
+        ({"top_logprobs": 3, "max_output_tokens": 7}, 3, 7),
+        ({"top_logprobs": 20, "max_output_tokens": 9999}, 20, 3120),
+    ],
+)
+def test_log_probabilities_are_asked_for_and_bounded(
+    fields: dict[str, Any], alternatives: int | None, tokens: int | None
+) -> None:
+    sampling = request(**fields).sampling()
+    assert (sampling.logprobs, sampling.max_tokens) == (alternatives, tokens)
 
 
 def test_thinking_comes_back_in_every_form_that_clients_keep() -> None:

@@ -57,3 +57,29 @@ def test_a_client_that_disconnects_before_the_first_event_cancels_its_request() 
     answer = EventStream(_events(), Generation([stream]), 10, _failure)
     asyncio.run(asyncio.wait_for(answer({"type": "http"}, gone, _never), 10))
     assert stream.cancelled
+
+
+def test_pings_fill_the_pauses_of_a_stream_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minifloat.serve.server.generation._PING_SECONDS", 0.02)
+    sent: list[Any] = []
+    pinged = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"first"
+        await pinged.wait()
+        yield b"last"
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
+        if sent.count(b"ping") == 2:
+            pinged.set()
+
+    for ping in (b"ping", b""):
+        sent.clear()
+        pinged.clear()
+        if not ping:
+            pinged.set()
+        stream: Any = _Stream()
+        answer = EventStream(events(), Generation([stream]), 10, _failure, ping)
+        asyncio.run(asyncio.wait_for(answer({"type": "http"}, _never, send), 10))
+        assert sent == [None, b"first", *[ping] * (2 if ping else 0), b"last", b""]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal, Protocol, cast
 
 from pydantic import BaseModel
@@ -65,6 +67,7 @@ class AnswerPart:
 
     kind: Literal["text", "thinking", "call"]
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of text
     id: str = ""
     name: str = ""
     complete: bool = False  # of a call: whether it was not cut off
@@ -103,8 +106,9 @@ class CollectedAnswer:
 
     def _add(self, event: Event) -> None:
         match event:
-            case AnswerText(text):
+            case AnswerText(text, logprobs):
                 self._last("text").pieces.append(text)
+                self._last("text").logprobs += logprobs
             case ThinkingText(text):
                 self._last("thinking").pieces.append(text)
             case CallBegins(index, id, name):
@@ -134,6 +138,42 @@ class CollectedAnswer:
         return list(self._calls.values())
 
 
+class TextScores:
+    """Finds the log-probabilities of the tokens of an answer's text among those of thinking, calls and their frames."""
+
+    def __init__(self) -> None:
+        self._pending: list[TokenLogprob] = []
+
+    def add(self, events: Sequence[Event], logprobs: Iterable[TokenLogprob]) -> list[Event]:
+        """Return new events, whose last text has the log-probabilities of the tokens that wrote them.
+
+        Args:
+            events: Of one piece.
+            logprobs: Of its tokens. They are kept while their text is held back.
+        """
+        self._pending += logprobs
+        found = list(events)
+        texts = [event for event in found if isinstance(event, AnswerText)]
+        if texts:
+            text = "".join(event.text for event in texts).encode()
+            scored = replace(texts[-1], logprobs=self._of(text))
+            found = [scored if event is texts[-1] else event for event in found]
+        if found:
+            self._pending = []
+        return found
+
+    def _of(self, text: bytes) -> tuple[TokenLogprob, ...]:
+        joined = b"".join(token.raw for token in self._pending)
+        ends = list(accumulate(len(token.raw) for token in self._pending))
+        borders = {0, *ends}
+        places = [match.start() for match in re.finditer(b"(?=" + re.escape(text) + b")", joined)]
+        if not places:  # bytes that are no text became another character
+            return tuple(self._pending)
+        first = max(places, key=lambda place: ((place in borders) + (place + len(text) in borders), place))
+        spans = zip([0, *ends], ends, self._pending, strict=False)
+        return tuple(token for start, end, token in spans if end > first and start < first + len(text))
+
+
 def total_usage(answers: Sequence[CollectedAnswer], per_prompt: int) -> TokenUsage:
     """Return the tokens of all answers, and of each prompt once."""
     prompts = [answer.usage for answer in answers[::per_prompt]]
@@ -152,9 +192,13 @@ class Writer(ABC):
         name: Random, for ids.
         prompts: The tokens of each prompt, known from the opening on.
         end: The last bytes of every stream.
+        ping: What a stream carries while there is nothing else to say; empty: nothing.
+        scores_text: Whether `AnswerText` has the log-probabilities of its tokens.
     """
 
     end = b"data: [DONE]\n\n"
+    ping = b""
+    scores_text = False
 
     def __init__(self) -> None:
         self.name = secrets.token_hex(12)

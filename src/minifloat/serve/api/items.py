@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 from pydantic_core import from_json
 
-from minifloat.engine import TokenUsage
+from minifloat.engine import TokenLogprob, TokenUsage
 from minifloat.errors import UsageError
 from minifloat.serve.api.answers import AnswerPart, CollectedAnswer, Piece, Writer
 from minifloat.serve.api.fields import Unicode, check_size
@@ -144,8 +144,8 @@ class PartWriter(Writer):
         """Return the events of a part that begins."""
 
     @abstractmethod
-    def _more(self, index: int, part: AnswerPart, text: str) -> Iterable[StreamEvent]:
-        """Return the events of more text of a part."""
+    def _more(self, index: int, part: AnswerPart, text: str, logprobs: Sequence[TokenLogprob]) -> Iterable[StreamEvent]:
+        """Return the events of more text of a part, with the log-probabilities of its tokens if they are wanted."""
 
     @abstractmethod
     def _finish(self, index: int, part: AnswerPart) -> Iterable[StreamEvent]:
@@ -162,8 +162,8 @@ class PartWriter(Writer):
 
     def _add(self, event: Event) -> Iterable[StreamEvent]:
         match event:
-            case AnswerText(text):
-                yield from self._continue("text", text)
+            case AnswerText(text, logprobs):
+                yield from self._continue("text", text, logprobs)
             case ThinkingText(text):
                 yield from self._continue("thinking", text)
             case CallBegins(_, id, name):
@@ -174,12 +174,15 @@ class PartWriter(Writer):
                 self._streamed.parts[-1].complete = True
                 yield from self._close()
 
-    def _continue(self, kind: Literal["text", "thinking", "call"], text: str) -> Iterable[StreamEvent]:
+    def _continue(
+        self, kind: Literal["text", "thinking", "call"], text: str, logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterable[StreamEvent]:
         parts = self._streamed.parts
         if not self._is_open or parts[-1].kind != kind:
             yield from self._open(AnswerPart(kind))
         parts[-1].pieces.append(text)
-        yield from self._more(len(parts) - 1, parts[-1], text)
+        parts[-1].logprobs += logprobs
+        yield from self._more(len(parts) - 1, parts[-1], text, logprobs)
 
     def _open(self, part: AnswerPart) -> Iterable[StreamEvent]:
         yield from self._close()

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field, Tag, model_validator
 from starlette.responses import Response
 
-from minifloat.engine import Grammar, TokenUsage
+from minifloat.engine import Grammar, TokenLogprob, TokenUsage
 from minifloat.engine.sampling import MAX_STOPS
 from minifloat.errors import UsageError
 from minifloat.serve.api.answers import AnswerPart, CollectedAnswer
@@ -353,6 +353,7 @@ class MessageWriter(PartWriter):
     """
 
     call_prefix = "toolu_"
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, model: str, max_tokens: int) -> None:
         super().__init__()
@@ -393,7 +394,7 @@ class MessageWriter(PartWriter):
     def _begin(self, index: int, part: AnswerPart) -> Iterable[StreamEvent]:
         return [StreamEvent.of("content_block_start", index=index, content_block=_block(part))]
 
-    def _more(self, index: int, part: AnswerPart, text: str) -> Iterable[StreamEvent]:
+    def _more(self, index: int, part: AnswerPart, text: str, logprobs: Sequence[TokenLogprob]) -> Iterable[StreamEvent]:
         kind, field = _DELTAS[part.kind]
         return [StreamEvent.of("content_block_delta", index=index, delta={"type": kind, field: text})]
 
@@ -454,9 +455,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     if body.thread is not None:
         raise APIError(400, "thread: this server stores nothing; send the whole conversation", code=NO_THREADS)
     writer = MessageWriter(service.settings.model_name, body.max_tokens)
-    return await respond_to(
-        body.conversation(), body.sampling(), writer, service=service, caller=request, stream=body.stream
-    )
+    conversation = await service.prompts.run_in_thread(body.conversation)  # long results are joined
+    return await respond_to(conversation, body.sampling(), writer, service=service, caller=request, stream=body.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=answers(TokenCount, with_body=True, error=AnthropicErrorBody))
@@ -464,4 +464,5 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount
     """The number of tokens of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    return TokenCount(input_tokens=len((await service.prompts.encode_chat(body.conversation())).prompt))
+    conversation = await service.prompts.run_in_thread(body.conversation)
+    return TokenCount(input_tokens=len((await service.prompts.encode_chat(conversation)).prompt))

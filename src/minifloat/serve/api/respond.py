@@ -15,7 +15,7 @@ from fastapi import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from minifloat.engine import TokenUsage
-from minifloat.serve.api.answers import CollectedAnswer, Parser, Piece, PlainText, Writer, total_usage
+from minifloat.serve.api.answers import CollectedAnswer, Parser, Piece, PlainText, TextScores, Writer, total_usage
 from minifloat.serve.api.sampling import Sampling
 from minifloat.serve.dialog.conversation import Conversation
 from minifloat.serve.server.errors import APIError
@@ -63,9 +63,11 @@ async def respond(
     generation = await service.submit(writer.name, prompts, sampling, caller)
     writer.prompts = prompts
     parsers = [parser() for _ in range(len(prompts) * sampling.n)]
-    pieces, seconds = _pieces(generation, parsers), service.settings.request_timeout
+    scores = [TextScores() for _ in parsers] if writer.scores_text else []
+    pieces, seconds = _pieces(generation, parsers, scores), service.settings.request_timeout
     if stream:
-        return EventStream(_events(pieces, writer, len(parsers), sampling.n), generation, seconds, writer.failure)
+        events = _events(pieces, writer, len(parsers), sampling.n)
+        return EventStream(events, generation, seconds, writer.failure, writer.ping)
     try:
         async with asyncio.timeout(seconds):
             answers = await unless_disconnected(caller.receive, _collected(pieces, len(parsers)))
@@ -89,7 +91,9 @@ def _large(writer: Writer, answers: Sequence[CollectedAnswer], usage: TokenUsage
     return Response("".join(pieces).encode(), media_type="application/json")
 
 
-async def _pieces(generation: Generation, parsers: Sequence[Parser]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def _pieces(
+    generation: Generation, parsers: Sequence[Parser], scores: Sequence[TextScores]
+) -> AsyncGenerator[tuple[int, Piece], None]:
     ended = 0
     async with contextlib.aclosing(generation.deliveries()) as deliveries:
         async for index, delivery in deliveries:
@@ -97,6 +101,8 @@ async def _pieces(generation: Generation, parsers: Sequence[Parser]) -> AsyncGen
             if delivery.finish_reason is not None:
                 ended += 1
                 events = [*events, *parsers[index].finish()]
+            if scores:
+                events = scores[index].add(events, delivery.logprobs or ())
             yield index, Piece(events, delivery)
     if ended < len(parsers):
         raise APIError(500, "the engine ended without a finish reason", code="engine_error")

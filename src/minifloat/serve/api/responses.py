@@ -12,10 +12,19 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 from starlette.responses import Response
 
-from minifloat.engine import Grammar, TokenUsage
+from minifloat.engine import Grammar, TokenLogprob, TokenUsage
 from minifloat.errors import UsageError
 from minifloat.serve.api.answers import AnswerPart, CollectedAnswer
-from minifloat.serve.api.fields import MAX_MESSAGES, MAX_PARTS, Count, JsonObjectFormat, Strict, TextFormat
+from minifloat.serve.api.chat import chat_logprobs
+from minifloat.serve.api.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    Alternatives,
+    Count,
+    JsonObjectFormat,
+    Strict,
+    TextFormat,
+)
 from minifloat.serve.api.items import (
     EFFORTS,
     MAX_TOOLS,
@@ -41,6 +50,9 @@ from minifloat.serve.server.errors import APIError, FieldError
 from minifloat.serve.server.openapi import streamed_events
 from minifloat.serve.server.service import BoundedRoute, require_json, service_of
 
+_LOGPROBS = "message.output_text.logprobs"
+#: Log-probabilities in an answer, those of alternatives included: streams repeat them when a text ends.
+MAX_LOGPROBS = 1 << 16
 #: A conversation has several items for each message of a chat.
 MAX_ITEMS = 4 * MAX_MESSAGES
 #: What the thinking in `encrypted_content` begins with. It is text in base64, and no secret.
@@ -388,7 +400,6 @@ _REFUSED_FIELDS = {
     "store": "this server stores no responses; leave store out, or send false",
     "background": "this server answers at once; leave background out, or send false",
     "prompt": "this server stores no prompts; send instructions and input",
-    "top_logprobs": "log-probabilities are in /v1/chat/completions only",
     "moderation": "this server has no moderation",
 }
 
@@ -419,6 +430,7 @@ class ResponsesRequest(Strict):
         list[
             Literal[
                 "reasoning.encrypted_content",
+                "message.output_text.logprobs",
                 "file_search_call.results",
                 "web_search_call.results",
                 "web_search_call.action.sources",
@@ -436,7 +448,9 @@ class ResponsesRequest(Strict):
     moderation: None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Alternatives | None = Field(
+        default=None, description="Alternatives of each token; it asks for log-probabilities, as include does."
+    )
     truncation: Ignored = None
     max_tool_calls: Ignored = None
     client_metadata: Ignored = None
@@ -511,8 +525,17 @@ class ResponsesRequest(Strict):
                 return ToolChoice(mode)
 
     def sampling(self) -> Sampling:
+        limit, alternatives = self.max_output_tokens, None
+        if self.top_logprobs or _LOGPROBS in (self.include or ()):
+            alternatives = self.top_logprobs or 0
+            most = MAX_LOGPROBS // (1 + alternatives)
+            limit = most if limit is None else min(limit, most)
         return Sampling(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens, must_fit=False
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=limit,
+            must_fit=False,
+            logprobs=alternatives,
         )
 
 
@@ -572,6 +595,7 @@ class ResponseBody(BaseModel):
     max_output_tokens: int | None
     temperature: float | None
     top_p: float | None
+    top_logprobs: int
     truncation: Literal["disabled"]
     previous_response_id: None
     store: Literal[False]
@@ -589,6 +613,8 @@ class ResponseWriter(PartWriter):
         body: The request.
         offered: Its tools.
     """
+
+    scores_text = True
 
     def __init__(self, model: str, body: ResponsesRequest, offered: Sequence[OfferedTool]) -> None:
         super().__init__()
@@ -670,9 +696,10 @@ class ResponseWriter(PartWriter):
         if part.kind != "call":
             yield self._event("content_part.added", **self._place(index, part), part=_content(part))
 
-    def _more(self, index: int, part: AnswerPart, text: str) -> Iterable[StreamEvent]:
+    def _more(self, index: int, part: AnswerPart, text: str, logprobs: Sequence[TokenLogprob]) -> Iterable[StreamEvent]:
         if not self._is_custom(part):
-            yield self._event(f"{_TEXTS[part.kind]}.delta", **self._place(index, part), delta=text, **_logprobs(part))
+            scores = _logprobs(part, logprobs)
+            yield self._event(f"{_TEXTS[part.kind]}.delta", **self._place(index, part), delta=text, **scores)
 
     def _finish(self, index: int, part: AnswerPart) -> Iterable[StreamEvent]:
         place, name = self._place(index, part), _TEXTS[part.kind]
@@ -683,7 +710,7 @@ class ResponseWriter(PartWriter):
         elif part.kind == "call":
             yield self._event(f"{name}.done", **place, arguments=part.text)
         else:
-            yield self._event(f"{name}.done", **place, text=part.text, **_logprobs(part))
+            yield self._event(f"{name}.done", **place, text=part.text, **_logprobs(part, part.logprobs))
             yield self._event("content_part.done", **place, part=_content(part))
         status = _status(part, self._streamed.finish_reason == "length")
         yield self._event("output_item.done", output_index=index, item=self._item(index, part, status))
@@ -723,6 +750,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "previous_response_id": None,
         "store": False,
@@ -737,16 +765,16 @@ def _status(part: AnswerPart, is_cut: bool) -> Literal["completed", "incomplete"
 
 
 def _text(part: AnswerPart) -> dict[str, Any]:
-    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": part.text, "annotations": [], **_logprobs(part, part.logprobs)}
 
 
 def _content(part: AnswerPart) -> dict[str, Any]:
     return _text(part) if part.kind == "text" else {"type": "reasoning_text", "text": part.text}
 
 
-def _logprobs(part: AnswerPart) -> dict[str, list[Any]]:
-    """Return a field that events of text must have."""
-    return {"logprobs": []} if part.kind == "text" else {}
+def _logprobs(part: AnswerPart, logprobs: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+    """Return a field that texts and their events must have; empty without log-probabilities."""
+    return {"logprobs": chat_logprobs(logprobs).model_dump()["content"]} if part.kind == "text" else {}
 
 
 def _custom_input(part: AnswerPart) -> str:
@@ -764,8 +792,9 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service.check_model(body.model)
     offered = body.offered()
     writer = ResponseWriter(service.settings.model_name, body, offered)
+    conversation = await service.prompts.run_in_thread(body.conversation_with, offered)  # arguments are parsed
     return await respond_to(
-        body.conversation_with(offered),
+        conversation,
         body.sampling(),
         writer,
         service=service,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minifloat.engine import TokenLogprob
+
 
 @dataclass(frozen=True)
 class AnswerText:
-    """More text of the answer."""
+    """More text of the answer, with the log-probabilities of its tokens where an API asks for them."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

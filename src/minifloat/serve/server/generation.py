@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,8 @@ _Result = TypeVar("_Result")
 _LOG = logging.getLogger("minifloat.server")
 #: Seconds in which a client must read the last event of a stream that failed.
 _LAST_EVENT_SECONDS = 5.0
+#: Seconds without an event after which a stream whose API has pings gets one.
+_PING_SECONDS = 10.0
 
 
 class Disconnected(Exception):
@@ -138,6 +141,7 @@ class EventStream(Response):
         generation: That they come from; it is cancelled with the stream.
         seconds: To the end of the stream.
         failure: Returns the last events of a stream that fails.
+        ping: What it carries while there is no event; empty: nothing.
     """
 
     media_type = "text/event-stream"
@@ -148,10 +152,12 @@ class EventStream(Response):
         generation: Generation,
         seconds: float,
         failure: Callable[[APIError], bytes],
+        ping: bytes = b"",
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._generation, self._seconds, self._failure = events, generation, seconds, failure
+        self._ping, self._writing, self._written = ping, asyncio.Lock(), 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -163,9 +169,13 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with asyncio.timeout(self._seconds), contextlib.aclosing(self._events) as events:
+            async with (
+                asyncio.timeout(self._seconds),
+                contextlib.aclosing(self._events) as events,
+                self._pinging(send),
+            ):
                 async for event in events:
-                    await send(_body(event))
+                    await self._write(event, send)
         except Exception as error:
             self._generation.cancel()
             last = self._failure(_api_error(error, self._seconds))
@@ -175,6 +185,31 @@ class EventStream(Response):
             except TimeoutError:
                 return  # the client does not read; returning here closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, event: bytes, send: Send) -> None:
+        async with self._writing:
+            await send(_body(event))
+            self._written = time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def _pinging(self, send: Send) -> AsyncIterator[None]:
+        """Send pings while no event comes, until the end of the block."""
+
+        async def pinging() -> None:
+            while True:
+                idle = time.monotonic() - self._written
+                if idle >= _PING_SECONDS and not self._writing.locked():
+                    await self._write(self._ping, send)
+                await asyncio.sleep(max(_PING_SECONDS - idle, _PING_SECONDS / 10))
+
+        self._written = time.monotonic()
+        task = asyncio.create_task(pinging()) if self._ping else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
 
 def _api_error(error: Exception, seconds: float) -> APIError:
