@@ -189,7 +189,13 @@ def write_own_text(
     if text is None or len(text.tokens) < samples:
         engine = Engine(
             weights or _own_weights(checkpoint, device),
-            EngineOptions(device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False),
+            EngineOptions(
+                device=str(device),
+                max_model_len=seq_len,
+                max_num_seqs=max_num_seqs + 1,
+                prefix_cache=False,
+                task="generate",
+            ),
             tokenizer=tokenizer,
         )
         prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, options.seed, seq_len)

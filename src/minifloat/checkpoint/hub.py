@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import list_folder, resolve_folder, storage_errors
 from minifloat.checkpoint.header import ShardHeader, check_header, read_header, read_index, shard_names
-from minifloat.checkpoint.layout import CONFIG_FILE, HF_QUANT_CONFIG_FILE, INDEX_FILE, SIDECAR_FOLDER, SINGLE_FILE
+from minifloat.checkpoint.layout import (
+    CONFIG_FILE,
+    HF_QUANT_CONFIG_FILE,
+    INDEX_FILE,
+    SIDECAR_FOLDER,
+    SINGLE_FILE,
+    is_module_folder,
+)
 from minifloat.errors import HubError, UsageError
 
 if TYPE_CHECKING:
@@ -342,6 +349,6 @@ def _small_files(names: Collection[str]) -> list[str]:
     return [
         name
         for name in names
-        if Path(name).parent.name in ("", SIDECAR_FOLDER)
+        if (Path(name).parent.name in ("", SIDECAR_FOLDER) or is_module_folder(Path(name).parent.name))
         and any(fnmatch.fnmatchcase(Path(name).name.lower(), pattern) for pattern in _SMALL_FILES)
     ]

@@ -20,6 +20,8 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHT_SUFFIXES = (SHARD_SUFFIX, *PICKLE_SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 SIDECAR_FOLDER = "additional_chat_templates"
+#: Folders of the modules of sentence-transformers, of which the config is a sidecar.
+MODULE_FOLDERS = ("*_pooling", "*_normalize", "*_logitscore")
 #: Name patterns of sidecars, the files that are copied to a quantized model unchanged. Case does not matter. All files
 #: in `SIDECAR_FOLDER` are sidecars too. config.json and README.md are missing because a quantized model gets new ones.
 #: The configs of other tools (params.json, hf_quant_config.json) are missing because they describe weights that the
@@ -36,6 +38,9 @@ SIDECAR_PATTERNS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
     "generation_config.json",
     "*processor_config.json",
     "*.py",
@@ -58,6 +63,11 @@ def is_weights(name: str) -> bool:
 def is_pickle(name: str) -> bool:
     """Return whether a file of this name is a pickle file, which can run code when it is loaded."""
     return name.lower().endswith(PICKLE_SUFFIXES)
+
+
+def is_module_folder(name: str) -> bool:
+    """Return whether a folder of this name belongs to a module of sentence-transformers."""
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in MODULE_FOLDERS)
 
 
 def is_sidecar(name: str) -> bool:

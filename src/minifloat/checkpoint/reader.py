@@ -37,6 +37,7 @@ from minifloat.checkpoint.layout import (
     JOURNAL_FILE,
     SIDECAR_FOLDER,
     is_gguf,
+    is_module_folder,
     is_sidecar,
     is_weights,
 )
@@ -190,7 +191,10 @@ class Checkpoint:
             UnsafeFileError: If the link of a file leads out of the folder, or a file is not a regular file.
             StorageError: If the operating system refuses to list a folder.
         """
-        names = [name for name in list_folder(self.path) if is_sidecar(name)]
+        entries = list_folder(self.path)
+        names = [name for name in entries if is_sidecar(name)]
+        modules = [f"{name}/{CONFIG_FILE}" for name in entries if is_module_folder(name)]
+        names += [name for name in modules if os.path.lexists(self.path / name)]
         folder = self.path / SIDECAR_FOLDER
         if folder.is_dir():
             names += [f"{SIDECAR_FOLDER}/{name}" for name in list_folder(folder) if not name.startswith(".")]

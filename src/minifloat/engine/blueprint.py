@@ -23,10 +23,13 @@ from minifloat.errors import ConfigError
 from minifloat.kernels.decoder_layout import AttentionLayout, DecoderLayout, ExpertsLayout, NotNative, RotaryLayout
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.model.architecture.decoder import NATIVE, decoder_layout, why_not_type
+from minifloat.model.architecture.pooling import Pooling
 from minifloat.model.architecture.roles import text_of
 from minifloat.model.runtime.tensors import ignorable_names
 from minifloat.model.runtime.weights import FusedParameter, ModelParameters
 
+#: The head of models for sequence classification.
+SCORE = "score.weight"
 _LOG = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 _SECONDS_BETWEEN_LINES = 5.0
@@ -40,6 +43,14 @@ class Blueprint:
     config: Any
     dtype: torch.dtype
     layout: DecoderLayout
+    pooling: Pooling | None = None
+
+    @property
+    def head(self) -> str | None:
+        """The parameter that the last hidden states are multiplied with; None: they are the result themselves."""
+        if self.pooling is None or self.pooling.tokens is not None:
+            return self.layout.lm_head.weight
+        return SCORE if self.pooling.task == "score" else None
 
     def parameters(self) -> ModelParameters:
         """Return what the model needs from a checkpoint, in the order in which the decoders read it."""
@@ -47,14 +58,20 @@ class Blueprint:
         fused: dict[str, FusedParameter] = {}
         for layer in layout.layers:
             fused |= _fused_parameters(layer.mlp) if isinstance(layer.mlp, ExpertsLayout) else {}
-        config = self.config
+        config, shapes, unused = self.config, layout.shapes(), layout.unused
+        is_tied = config.tie_word_embeddings
+        if self.head != layout.lm_head.weight:
+            is_tied, unused = False, (*unused, f"^{re.escape(layout.lm_head.name)}\\.")
+            shapes = {name: shape for name, shape in shapes.items() if name != layout.lm_head.weight}
+            if self.head is not None:
+                shapes[self.head] = (1, layout.hidden)
         return ModelParameters(
             architecture=self.architecture,
-            shapes=layout.shapes(),
+            shapes=shapes,
             fused=fused,
             renamings=layout.renamings,
-            ignorable=ignorable_names(config, layout.unused),
-            tied=(layout.lm_head.weight, layout.embedding) if config.tie_word_embeddings else None,
+            ignorable=ignorable_names(config, unused),
+            tied=(layout.lm_head.weight, layout.embedding) if is_tied else None,
         )
 
     def renamed(self, name: str) -> str:

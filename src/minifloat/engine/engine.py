@@ -17,6 +17,7 @@ from collections.abc import Sequence as Sequences
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from minifloat.engine.drafters import open_drafter
 from minifloat.engine.grammar import Grammar, Grammars, GrammarState
 from minifloat.engine.opening import open_model, read_decoder, sampling_defaults
 from minifloat.engine.options import EngineOptions
+from minifloat.engine.pooling import PooledText
 from minifloat.engine.reports import EngineListener, Reporter
 from minifloat.engine.sampling import (
     Choices,
@@ -45,6 +47,7 @@ from minifloat.engine.text import TextStream, TokenDecoder, TokenTexts
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.draw import Logits
+from minifloat.model.architecture.pooling import MODULES_FILE
 from minifloat.model.runtime.tensors import current, device_named, returned_when_freed
 from minifloat.model.runtime.tokenizer import end_tokens, serving_tokenizer
 
@@ -84,6 +87,7 @@ class Engine:
         info: Name, formats and sizes of the model.
         config: The model's config, with the fields of transformers' class.
         tokenizer: The tokenizer that was given, or that of the folder: a `FileTokenizer` or transformers' own.
+        pooling: How the model makes a vector or a score of a text; None: it generates.
         generation_defaults: Sampling parameters of generation_config.json, by the names of `SamplingParams`.
 
     Raises:
@@ -111,10 +115,14 @@ class Engine:
         folder = model_folder(path, revision=revision)
         self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
-            opened = open_model(folder, options, checkpoint, functools.partial(self._set_tokens, ahead=grammars))
+            set_tokens = functools.partial(self._set_tokens, ahead=grammars)
+            opened = open_model(folder, options, checkpoint, set_tokens, self._token_id)
+            if opened.pooling is not None and options.speculate is not None:
+                raise UsageError("speculate: this model makes vectors or scores of texts, and generates none")
             read_draft = functools.partial(read_decoder, options=options, dtype=getattr(torch, opened.info.dtype))
             drafter = open_drafter(options, opened.runner, self.tokenizer, read_draft)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
+        self.pooling = opened.pooling
         self.generation_defaults = sampling_defaults(opened.generation_config)
         self._reporter = Reporter(observer)
         self._texts = TokenTexts(self.tokenizer)
@@ -155,6 +163,10 @@ class Engine:
         if ahead:
             self._grammars.prepare_ahead()
 
+    def _token_id(self, token: str) -> int | None:
+        found = self.tokenizer.convert_tokens_to_ids(token)  # a tokenizer may have one id for all unknown tokens
+        return found if isinstance(found, int) and self.tokenizer.convert_ids_to_tokens(found) == token else None
+
     @property
     def observer(self) -> EngineListener | None:
         """The listener that receives reports of steps, tokens and requests; may be set at any time."""
@@ -173,11 +185,16 @@ class Engine:
         """
         if not prompt:
             raise UsageError("prompt: expected at least one token")
+        if self.pooling is not None and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            raise UsageError(
+                "prompt: this model makes a vector or a score of a text, and generates none; see Engine.embed"
+            )
         start = params.prompt_logprobs_start
         if params.prompt_logprobs is not None and start > 1 and start >= len(prompt):
             raise UsageError(f"prompt_logprobs_start: expected less than the {len(prompt)} tokens of the prompt")
         # The last token of a prompt that is only scored is not computed.
-        room = self.info.max_model_len + (params.prompt_logprobs is not None and params.max_tokens == 0) - len(prompt)
+        scores_only = params.prompt_logprobs is not None and params.max_tokens == 0
+        room = self.info.max_model_len + scores_only - len(prompt)
         needed = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
         if room < needed:
             raise ContextLengthError(
@@ -250,6 +267,8 @@ class Engine:
             self._pool.root(request.cache_salt),
             max_length,
         )
+        if self.pooling is not None:
+            sequence.pooled = PooledText(self.pooling)
         _close_thinking(sequence)
         return sequence
 
@@ -334,6 +353,7 @@ class Engine:
         now = time.monotonic()
         deliveries = [self._fail(name, error) for name, error in step.failures.items()]
         deliveries += [self._scored(item.sequence) for item in items if item.ends_scoring]
+        deliveries += [self._pooled(item.sequence) for item in items if item.ends_pooling]
         for sequence, chosen in zip(step.sequences, choices, strict=True):
             if sequence.state is State.RUNNING:
                 if isinstance(chosen[0], Postponed):
@@ -410,6 +430,14 @@ class Engine:
         """End a request that asks for nothing but the log-probabilities of its prompt."""
         return self._finish(sequence, Delivery(sequence.request_id, prompt_logprobs=sequence.reported_scores), "length")
 
+    def _pooled(self, sequence: Sequence) -> Delivery:
+        """End a request with the vector or the score of its text."""
+        assert sequence.pooled is not None
+        result = sequence.pooled.result()
+        if not np.isfinite(result).all():
+            return self._fail(sequence.request_id, NonFiniteLogits("the model's hidden states are not finite"))
+        return self._finish(sequence, Delivery(sequence.request_id, pooled=result), "stop")
+
     def _fail(self, request_id: str, error: Exception) -> Delivery:
         """End a request with an error."""
         last = Delivery(request_id, caused_by_request=isinstance(error, UsageError))
@@ -434,6 +462,8 @@ class Engine:
         """Forget what runner and drafter keep of a sequence that has lost its blocks or is finished."""
         self._postponed.pop(sequence.request_id, None)  # its logits are computed again
         self._runner.release(sequence)
+        if sequence.pooled is not None:
+            sequence.pooled.clear()
         if self.speculator is not None:
             self.speculator.drafter.release(sequence)
 
@@ -572,6 +602,8 @@ class Engine:
         """
         if self.has_work:
             raise UsageError("logits: the engine has unfinished requests")
+        if self.pooling is not None:
+            raise UsageError("logits: this model makes vectors or scores of texts; open it with task='generate'")
         for tokens in texts:
             if not 0 < len(tokens) <= self.info.max_model_len:
                 raise UsageError(f"logits: expected 1 .. {self.info.max_model_len} tokens, got {len(tokens)}")
@@ -621,6 +653,32 @@ class Engine:
         sequence = Sequence(request, TextStream(self._decoder, ()), SamplingState(request.params, ()), b"")
         sequence.slot, sequence.blocks = slot, self._pool.allocate(blocks_for(len(tokens)))
         return sequence
+
+    def embed(self, texts: Sequences[str] | Sequences[Sequences[int]]) -> Tensor:
+        """Return the vectors of texts, or their scores, all of them in one batch.
+
+        Args:
+            texts: Texts, or the token ids of each.
+
+        Returns:
+            float32 ``[len(texts), hidden]``, or ``[len(texts), 1]`` of a model that scores.
+
+        Raises:
+            UsageError: If the model generates, or a text cannot run.
+        """
+        if self.pooling is None:
+            raise UsageError(f"embed: this model generates; it has no {MODULES_FILE}, and no head that scores")
+        params = SamplingParams(max_tokens=0)
+        requests = [
+            Request(f"{next(_UNIQUE)}", self.encode(text) if isinstance(text, str) else tuple(text), params)
+            for text in texts
+        ]
+        found = {delivery.request_id: delivery for delivery in self._stream(requests)}
+        failed = next((delivery.error for delivery in found.values() if delivery.error), None)
+        if failed is not None:
+            raise RuntimeError(failed)
+        vectors = [found[str(index)].pooled for index in range(len(requests))]
+        return torch.from_numpy(np.stack([vector for vector in vectors if vector is not None]))
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minifloat.engine.blueprint import Blueprint, logged_layers, rotary_frequencies
 from minifloat.engine.latent_weights import head_weights
-from minifloat.errors import MinifloatError
+from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.decoder import (
     Attention,
     Decoder,
@@ -49,6 +49,7 @@ from minifloat.kernels.decoder_layout import (
 )
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import Arena, FusedWeights, PackedWeight, pack
+from minifloat.model.architecture.pooling import Pooling
 from minifloat.model.runtime.linear import Packing, QuantizedWeight
 from minifloat.model.runtime.lm_head import looked_up, quantize_lm_head
 from minifloat.model.runtime.tensors import KVScales
@@ -92,6 +93,22 @@ class NativeWeights:
         if quantize is not None and isinstance(weight, Tensor):
             weight = quantize_lm_head(weight, quantize, tied=tied is not None)
         return self._pack_stored(weight, layout.name)
+
+    def pooling_head(self, pooling: Pooling) -> PackedWeight:
+        """Return what the hidden states of a text are multiplied with where they become a vector or a score."""
+        head, dtype = self.blueprint.head, self.blueprint.dtype
+        if head is None:
+            weight = torch.eye(self.blueprint.layout.hidden, dtype=dtype)
+        elif pooling.tokens is None:
+            weight = self.weights.tensor(head)
+        else:
+            rows, (true, false) = self.weights.tensor(head), pooling.tokens
+            if max(true, false or 0) >= len(rows):
+                raise UsageError(f"the tokens {pooling.tokens} of a score: the model has {len(rows)}")
+            # in float32, for the rows are nearly equal
+            weight = rows[true].float() - (0.0 if false is None else rows[false].float())
+            weight = weight[None]
+        return self._pack(weight, head or "the identity")
 
     def warn(self) -> None:
         """Log the weights that have no packed form, and those that had to be dequantized."""
@@ -208,8 +225,11 @@ def build_native_decoder(
         stored = weights.matrix(layout.embedding)
         embedding = looked_up(stored, blueprint.dtype)
         inputs = builder.inputs()
-        is_tied = weights.is_same_tensor(layout.embedding, layout.lm_head.weight)
-        head = packed.lm_head(stored if is_tied else None, lm_head)
+        if blueprint.pooling is not None:
+            head = packed.pooling_head(blueprint.pooling)
+        else:
+            is_tied = weights.is_same_tensor(layout.embedding, layout.lm_head.weight)
+            head = packed.lm_head(stored if is_tied else None, lm_head)
         layers = tuple(
             builder.layer(layer, scales.get(f"{layout.cached_in(layer).name}.self_attn", (1.0, 1.0)))
             for layer in logged_layers(layout.layers)

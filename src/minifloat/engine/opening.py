@@ -38,6 +38,7 @@ from minifloat.kernels.decoder_layout import AttentionLayout
 from minifloat.kernels.paged import PagedCache
 from minifloat.model.architecture.decoder import NotNative, why_not_on_device
 from minifloat.model.architecture.decoder_config import read_config
+from minifloat.model.architecture.pooling import Pooling, read_pooling
 from minifloat.model.architecture.roles import TEXT_ONLY, has_towers
 from minifloat.model.layouts import Description, describe
 from minifloat.model.layouts.inspection import inspect_opened
@@ -61,6 +62,7 @@ class OpenedModel:
     info: ModelInfo
     config: Any
     generation_config: Any
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class _Loaded:
     generation_config: Any
     size: CacheSize
     lm_head: str
+    vocab_size: int = 0  #: where the runner has other rows than one per token
 
 
 def open_model(
@@ -81,6 +84,7 @@ def open_model(
     options: EngineOptions,
     checkpoint: Checkpoint | None = None,
     before_weights: Callable[[Any, Any, int], None] = lambda config, generation, vocab: None,
+    token_id: Callable[[str], int | None] = lambda token: None,
 ) -> OpenedModel:
     started = time.perf_counter()
     device = device_named(options.device)
@@ -97,12 +101,8 @@ def open_model(
         inspection = inspect_opened(folder, checkpoint, description)
         size = size_text(inspection.nbytes)
         _LOG.info("loading %s: %s in %d file(s), to %s", folder.name, size, inspection.shards, device)
-        loaded, reason = _load_decoder(checkpoint, description, options, device, before_weights)
-        if options.deterministic and loaded is None:
-            raise UsageError(f"deterministic: the native decoder of the CPU does not run this model: {reason}")
-        if loaded is None:
-            loaded = _load_transformers(checkpoint, description, options, device, reason, inspection.nbytes)
-            before_weights(loaded.config, loaded.generation_config, loaded.runner.vocab)
+        pooling = read_pooling(checkpoint, token_id) if options.task == "auto" else None
+        loaded, reason = _load(checkpoint, description, options, before_weights, pooling, inspection.nbytes)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
     runner = loaded.runner
     info = ModelInfo(
@@ -123,9 +123,9 @@ def open_model(
         kv_bytes=runner.kv_bytes,
         kv_bytes_per_token=loaded.size.bytes_per_block // BLOCK_TOKENS,
         kv_blocks=loaded.size.blocks,
-        max_model_len=loaded.size.max_model_len,
+        max_model_len=min(loaded.size.max_model_len, (pooling and pooling.max_tokens) or loaded.size.max_model_len),
         max_num_seqs=loaded.size.slots,
-        vocab_size=runner.vocab,
+        vocab_size=loaded.vocab_size or runner.vocab,
         load_seconds=time.perf_counter() - started,
         prefill_bytes=runner.prefill_bytes,
         state_bytes=runner.state_bytes,
@@ -133,8 +133,32 @@ def open_model(
         reason_no_prefix_cache=runner.reason_no_prefixes,
         deterministic=options.deterministic,
         isa=_isa(options.deterministic) if runner.name == "native" else "",
+        task="generate" if pooling is None else pooling.task,
+        vector_size=0 if pooling is None else runner.vocab,
     )
-    return OpenedModel(runner, info, loaded.config, loaded.generation_config)
+    return OpenedModel(runner, info, loaded.config, loaded.generation_config, pooling)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    description: Description,
+    options: EngineOptions,
+    before_weights: Callable[[Any, Any, int], None],
+    pooling: Pooling | None,
+    nbytes: int,
+) -> tuple[_Loaded, str]:
+    """Load a decoder, or transformers' model where no decoder supports it; return why not too."""
+    device = device_named(options.device)
+    loaded, reason = _load_decoder(checkpoint, description, options, device, before_weights, pooling)
+    if loaded is not None:
+        return loaded, reason
+    if pooling is not None:
+        raise UsageError(f"only the native decoder of the CPU embeds and scores; it does not run here: {reason}")
+    if options.deterministic:
+        raise UsageError(f"deterministic: the native decoder of the CPU does not run this model: {reason}")
+    loaded = _load_transformers(checkpoint, description, options, device, reason, nbytes)
+    before_weights(loaded.config, loaded.generation_config, loaded.runner.vocab)
+    return loaded, reason
 
 
 def _isa(deterministic: bool) -> str:
@@ -148,6 +172,7 @@ def _load_decoder(
     options: EngineOptions,
     device: torch.device,
     before_weights: Callable[[Any, Any, int], None],
+    pooling: Pooling | None,
 ) -> tuple[_Loaded | None, str]:
     """Load the decoder of the CPU or of the GPU, or return why it does not support the model."""
     if options.runner == "transformers":
@@ -156,17 +181,19 @@ def _load_decoder(
     tensors = StoredTensors(checkpoint, description)
     dtype = _dtype(options) or tensors.dtype()
     on_device = options.runner == "device" or device.type == "cuda"
+    if on_device and pooling is not None:
+        return None, "the decoder of GPUs generates only"
     load = _load_device if on_device else _load_native
     try:
-        blueprint, weights = _structure(config, tensors, dtype, device, options.max_model_len)
-        generation = _generation(checkpoint)
-        before_weights(config, generation, blueprint.layout.lm_head.shape[0])
+        blueprint, weights = _structure(config, tensors, dtype, device, options.max_model_len, pooling)
+        generation, vocab = _generation(checkpoint), blueprint.layout.lm_head.shape[0]
+        before_weights(config, generation, vocab)
         runner, size, lm_head = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
     if has_towers(config.model_type):
         _LOG.warning("%s: %s", config.model_type, TEXT_ONLY)
-    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size, lm_head), ""
+    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size, lm_head, vocab), ""
 
 
 def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: torch.dtype) -> Decoder:
@@ -180,7 +207,12 @@ def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: torch.dt
 
 
 def _structure(
-    config: Any, tensors: StoredTensors, dtype: torch.dtype, device: torch.device, length: int | None
+    config: Any,
+    tensors: StoredTensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int | None,
+    pooling: Pooling | None = None,
 ) -> tuple[Blueprint, WeightSource]:
     """Return the structure of a model and its weights; `config` gets the dtype. `length`: as `_for_length`."""
     reason = why_not_supported(config, dtype)
@@ -188,6 +220,10 @@ def _structure(
         raise NotNative(reason)
     config.dtype = dtype
     blueprint = _for_length(blueprint_of(config, dtype), length)
+    if pooling is not None:
+        if pooling.tokens is None:
+            blueprint = replace(blueprint, layout=replace(blueprint.layout, logits_factor=1.0, logits_cap=None))
+        blueprint = replace(blueprint, pooling=pooling)
     return blueprint, WeightSource(tensors, blueprint.parameters(), dtype, device)
 
 
@@ -239,7 +275,9 @@ def _load_native(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
 ) -> tuple[Runner, CacheSize, str]:
     element, scales = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
-    head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
+    head = None
+    if blueprint.pooling is None:
+        head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     decoder = build_native_decoder(
         blueprint,
         weights,

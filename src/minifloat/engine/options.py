@@ -35,6 +35,8 @@ class EngineOptions:
             followed the same tokens before (prompt) or by another model (draft); None: no, or draft with `draft`.
         draft: A smaller model that drafts, of the same tokenizer: a folder or a model of the hub.
         draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
+        task: What a checkpoint does that states how it makes a vector or a score of a text. auto: that; generate: it
+            generates, as all others do.
         deterministic: The same bits whatever else runs: batch, chunks, prefixes from the cache, drafts, threads. Only
             the native decoder of the CPU has it; it costs some speed.
         runner: Code that computes; auto: the decoder of the device where it covers the model, else transformers'.
@@ -54,6 +56,7 @@ class EngineOptions:
     speculate: Literal["self", "prompt", "draft"] | None = None
     draft: str | None = None
     draft_tokens: Count = 7  # with one sequence, a step of one token and seven drafts reads the weights once
+    task: Literal["auto", "generate"] = "auto"
     deterministic: bool = False
     runner: Literal["auto", "native", "device", "transformers"] = "auto"
     impl: str = "auto"

@@ -42,6 +42,8 @@ class ModelInfo:
     reason_no_prefix_cache: str = ""
     deterministic: bool = False
     isa: str = ""
+    task: str = "generate"  # or "embed", "score": then no text is generated
+    vector_size: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

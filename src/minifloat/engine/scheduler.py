@@ -54,6 +54,11 @@ class WorkItem(NamedTuple):
         return self.end == len(self.sequence.tokens) + len(self.drafts)
 
     @property
+    def ends_pooling(self) -> bool:
+        """Whether the vector of a text is known after this work."""
+        return self.sequence.pooled is not None and self.samples
+
+    @property
     def ends_scoring(self) -> bool:
         """Whether a sequence that only scores its prompt is finished after this work."""
         return self.sequence.only_scores and self.end == self.sequence.computable
@@ -182,6 +187,8 @@ class Scheduler:
         end = min([end, *(stop for stop in sequence.snapshots if stop > start)])
         first = max(start, sequence.next_scored - 1)
         last = min(end, sequence.prompt_length - 1)
+        if sequence.pooled is not None and sequence.pooled.needs_all:
+            return WorkItem(sequence, start, end, end - start - (end == len(sequence.tokens)))
         return WorkItem(sequence, start, end, max(last - first, 0) if sequence.unscored else 0)
 
     def _next_tokens(self) -> list[WorkItem]:
@@ -242,6 +249,8 @@ class Scheduler:
         if self.pool.shares:
             sequence.digests = self.pool.digests(sequence.root, sequence.tokens[: length - 1], sequence.digests)
         most = sequence.next_scored - 1 if sequence.unscored else length - 1
+        if sequence.pooled is not None and sequence.pooled.needs_all:
+            most = 0
         digests = sequence.digests[: most // BLOCK_TOKENS]
         known = self.pool.known(digests)
         usable = known if self._snapshots is None else self._snapshots.longest(digests[:known])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
+from minifloat.engine.pooling import PooledText, Vector
 from minifloat.engine.sampling import SamplingParams, SamplingState, TokenLogprob
 from minifloat.engine.text import TextStream
 
@@ -66,6 +67,7 @@ class Delivery:
     timings: Timings | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     caused_by_request: bool = False
+    pooled: Vector | None = None  # what the text became, of a model that does not generate
 
     def renamed(self, request_id: str) -> Delivery:
         return replace(self, request_id=request_id)
@@ -92,6 +94,7 @@ class Delivery:
             last.timings,
             prompt_logprobs[-1] if prompt_logprobs else None,
             any(each.caused_by_request for each in deliveries),
+            next((each.pooled for each in deliveries if each.pooled is not None), None),
         )
 
 
@@ -162,6 +165,7 @@ class Sequence:
         self.snapshots: tuple[int, ...] = ()
         self.timings = Timings(time.monotonic())
         self.last_token: float | None = None
+        self.pooled: PooledText | None = None  # of a model that makes a vector of a text, and no text
 
     @property
     def output(self) -> list[int]:

@@ -49,6 +49,10 @@ def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Ste
     """Compute the work of a step, and note the log-probabilities of prompts where they are asked for."""
     logits, failures = _run(runner, items)
     items = _without(items, failures)
+    if any(item.sequence.pooled is not None for item in items):  # then all are
+        for item, rows in zip(items, torch.split_with_sizes(logits, [item.logits for item in items]), strict=True):
+            item.sequence.pooled.add(rows.numpy())  # type: ignore[union-attr]
+        return Step(items, [], [], failures)
     logits, unscored = _score_prompts(items, logits, texts)
     items = _without(items, unscored)
     sampling = [item for item in items if item.samples]

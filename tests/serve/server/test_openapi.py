@@ -34,7 +34,7 @@ CHECKS = [
 def test_the_server_does_what_its_document_says(client: Client) -> None:
     document = schemathesis.openapi.from_url(f"{client.url}/openapi.json")
     operations = [result.ok() for result in document.get_all_operations()]
-    assert len(operations) == 14
+    assert len(operations) == 17
     for operation in operations:
         modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if operation.body else [])]
         for mode in modes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -83,3 +84,24 @@ def test_pings_fill_the_pauses_of_a_stream_and_no_others(monkeypatch: pytest.Mon
         answer = EventStream(events(), Generation([stream]), 10, _failure, ping)
         asyncio.run(asyncio.wait_for(answer({"type": "http"}, _never, send), 10))
         assert sent == [None, b"first", *[ping] * (2 if ping else 0), b"last", b""]
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_submission_that_is_cancelled_leaves_no_request_behind(turns: int) -> None:
+    streams: list[_Stream] = []
+
+    class Engine:
+        async def submit(self, request: Any) -> _Stream:
+            streams.append(_Stream())
+            return streams[-1]
+
+    async def submit() -> None:
+        task = asyncio.create_task(Generation.submit(Engine(), [None, None]))  # type: ignore[arg-type,list-item]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            (await task).cancel()
+
+    asyncio.run(submit())
+    assert all(stream.cancelled for stream in streams)

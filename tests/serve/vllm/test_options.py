@@ -18,6 +18,7 @@ from minifloat.serve.vllm_options import ACCEPTED, ONLY_VLLM, TRANSLATED, VllmOp
 #: Options of minifloat's engine that vLLM lacks or defines differently.
 ONLY_MINIFLOAT = {
     "deterministic",
+    "task",
     "allowed_hosts",
     "device",
     "draft",

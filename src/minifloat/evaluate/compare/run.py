@@ -380,6 +380,7 @@ def _unrounded(checkpoint: Checkpoint, options: CompareOptions) -> EngineOptions
         max_num_seqs=_SEQUENCES,
         activations="bf16",
         lm_head="bf16",
+        task="generate",
         runner="native" if options.device == "cpu" else "device",
         impl=options.impl,
         kv_cache_dtype=_plain_cache(checkpoint, options),

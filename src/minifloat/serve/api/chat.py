@@ -581,7 +581,7 @@ router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"], dependencies=[Depe
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Continue a conversation."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, "generate")
     writer = ChatWriter(
         service.settings.model_name,
         choices=body.n,

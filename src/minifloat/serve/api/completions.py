@@ -212,7 +212,7 @@ router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"], dependencies=[Depe
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several texts."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, "generate")
     texts = body.prompts()
     prompts = [await service.prompts.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
     echoed = [EchoedPrompt()] * len(texts)

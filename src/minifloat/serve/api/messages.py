@@ -451,7 +451,7 @@ router = APIRouter(route_class=BoundedRoute, tags=["Anthropic"], dependencies=[D
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, "generate")
     if body.thread is not None:
         raise APIError(400, "thread: this server stores nothing; send the whole conversation", code=NO_THREADS)
     writer = MessageWriter(service.settings.model_name, body.max_tokens)

@@ -789,7 +789,7 @@ router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"], dependencies=[Depe
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation of items."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, "generate")
     offered = body.offered()
     writer = ResponseWriter(service.settings.model_name, body, offered)
     conversation = await service.prompts.run_in_thread(body.conversation_with, offered)  # arguments are parsed

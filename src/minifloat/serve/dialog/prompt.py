@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -174,6 +175,12 @@ class Dialogs:
     @property
     def has_template(self) -> bool:
         return bool(self._template or self._tokenizer.chat_template)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the template writes a query and a document, as those of rerankers do, by the roles of messages."""
+        template = template_of(self._tokenizer, self._template, tools=False) if self.has_template else ""
+        return all(re.search(f"['\"]{role}['\"]", template) for role in ("query", "document"))
 
     @cached_property
     def traits(self) -> TemplateTraits:

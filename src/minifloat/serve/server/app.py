@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
-from minifloat.serve.api import chat, completions, messages, responses, tokens
+from minifloat.serve.api import chat, completions, embeddings, messages, rerank, responses, tokens
 from minifloat.serve.server import routes
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.http_server import Server, address, fitting_connections
@@ -55,7 +55,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         responses={},
     )
     app.state.service = service
-    for module in (completions, chat, responses, messages, tokens, routes):
+    for module in (completions, chat, responses, messages, embeddings, rerank, tokens, routes):
         app.include_router(module.router)
     _describe_when_asked(app, settings.model_name, service.info.vocab_size)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)

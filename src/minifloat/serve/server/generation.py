@@ -41,7 +41,13 @@ class Generation:
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Generation:
         """Submit several requests, of which the engine admits all or none."""
         # Submit concurrently: the engine admits all requests that have come between two steps.
-        results = await asyncio.gather(*(engine.submit(request) for request in requests), return_exceptions=True)
+        tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:  # requests that are not admitted yet withdraw themselves
+            admitted = (task for task in tasks if task.done() and not task.cancelled() and task.exception() is None)
+            cls([task.result() for task in admitted]).cancel()
+            raise
         failed = [result for result in results if isinstance(result, BaseException)]
         streams = [result for result in results if not isinstance(result, BaseException)]
         if failed:

@@ -17,6 +17,7 @@ _MEANINGS = {
     408: "The request took too long to arrive.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
+    500: "The engine failed on this request.",
     503: "The queue is full, or the server is stopping; see Retry-After.",
     504: "Not finished in time.",
     529: "The queue is full; see Retry-After.",

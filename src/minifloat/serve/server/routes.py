@@ -28,6 +28,7 @@ class ModelCard(BaseModel):
     max_model_len: int
     tool_format: str | None
     thinks: bool
+    task: Literal["generate", "embed", "score"]
 
 
 class ModelList(BaseModel):
@@ -114,6 +115,7 @@ def _card(service: Service) -> ModelCard:
         max_model_len=service.info.max_model_len,
         tool_format=dialogs.tool_format,
         thinks=dialogs.thinks,
+        task=service.info.task,  # type: ignore[arg-type]
     )
 
 

@@ -37,6 +37,14 @@ _Result = TypeVar("_Result")
 
 #: Log-probabilities of prompts in all answers to a request, one per token and alternative, and token ids of prompts.
 MAX_PROMPT_LOGPROBS = 1 << 19
+#: Requests with very many texts that are at work at a time.
+_LARGE_REQUESTS = 8
+#: What a model does -> what it tells those who ask for something else.
+_TASKS = {
+    "generate": "generates text: nothing in its folder says how it makes vectors or scores (modules.json, a head)",
+    "embed": "makes vectors of texts and generates none; ask /v1/embeddings, /v1/rerank or /v1/score",
+    "score": "scores pairs of texts and generates none; ask /v1/rerank or /v1/score",
+}
 #: Characters, or tokens, of a text that is processed in less than about 10 ms.
 _SHORT = 10_000
 
@@ -149,6 +157,8 @@ class Service:
         self.engine, self.settings, self.info = engine, settings, engine.engine.info
         self.created = int(time.time())
         self._held_logprobs = 0
+        #: Requests with very many texts; those beyond it wait, with no vectors in memory.
+        self.large_requests = asyncio.Semaphore(_LARGE_REQUESTS)
         max_characters = settings.prompt_characters(self.info.max_model_len)
         tokenizer = engine.engine.tokenizer
         dialogs = Dialogs(
@@ -160,13 +170,21 @@ class Service:
         self.prompts = Prompts(tokenizer, dialogs, max_characters, self.info.vocab_size)
         self.metrics = Metrics(engine)
 
-    def check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None, *tasks: str) -> None:
+        """Refuse another model than the served one, and one that does none of the tasks that a route is for."""
         if name is not None and name != self.settings.model_name:
             raise APIError(
                 404,
                 f"this server has only the model {self.settings.model_name!r}",
                 param="model",
                 code="model_not_found",
+            )
+        if tasks and self.info.task not in tasks:
+            raise APIError(
+                400,
+                f"model: {self.settings.model_name!r} {_TASKS[self.info.task]}",
+                param="model",
+                code="unsupported_task",
             )
 
     async def submit(
