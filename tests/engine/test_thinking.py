@@ -109,12 +109,15 @@ def test_a_budget_ends_the_thinking_and_nothing_else_changes(engine: Engine) -> 
 )
 def test_budgets_hold_in_batches_with_drafts_and_after_preemptions(engine: Engine, options: dict[str, Any]) -> None:
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
-    budgets = [index % 9 for index in range(len(prompts) - 1)] + [None]
+    budgets = [index * 2 % 23 for index in range(len(prompts) - 1)] + [None]
     asked = [params(engine, budget, seed=index) for index, budget in enumerate(budgets)]
     alone = [engine.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, asked, strict=True)]
     other = engine_of(**options)
     assert [text.tokens for text in other.generate(prompts, asked)] == alone
     assert bool(other._scheduler.preemptions) == ("kv_cache_memory" in options)
+    if other.speculator is not None:
+        other.generate([PROMPTS[0]], params(other, LENGTH - 1))
+        assert other.speculator.stats.drafts, "of a thinking that goes on"
 
 
 def test_thinking_that_the_model_opens_itself_is_counted_from_there(engine: Engine) -> None:

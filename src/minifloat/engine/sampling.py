@@ -181,7 +181,12 @@ class SamplingParams:
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether any parameter changes the logits before a token is chosen."""
+        """Whether any parameter changes the logits before a token is chosen, or chooses it."""
+        return self.weighs_tokens or (self.thinking is not None and self.thinking.budget is not None)
+
+    @cached_property
+    def weighs_tokens(self) -> bool:
+        """Whether any parameter changes the logits of a token by the tokens before it, or of all tokens."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -190,7 +195,6 @@ class SamplingParams:
             or self.forbidden
             or self.min_tokens
             or self.grammar is not None
-            or (self.thinking is not None and self.thinking.budget is not None)
         )
 
 
@@ -333,7 +337,7 @@ class SamplingState:
         self.length = 0
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Let these tokens be the next; only for parameters that change logits, so that there are no drafts."""
+        """Let these tokens be the next; only for parameters that change logits, and none of them can be a draft."""
         self._forced = list(reversed(tokens))
 
     @property

@@ -164,13 +164,14 @@ class Speculator:
         return SpeculationStats(accepted_per_position=[0] * self.longest)
 
     def _count(self, sequence: Sequence, longest: int) -> int:
-        longest = min(longest, sequence.max_length - len(sequence.tokens) - 1)
+        left = sequence.text.thinking_left  # a step may use up the budget of the thinking, but not go on after it
+        longest = min(longest, sequence.max_length - len(sequence.tokens) - 1, longest if left is None else left - 1)
         return self._room(sequence, longest) if longest > 0 else 0
 
 
 # Penalties, grammars and `min_tokens` make a choice depend on the tokens before it beyond the model itself.
 def _may_speculate(item: WorkItem) -> bool:
-    return not item.sequence.request.params.changes_logits
+    return not item.sequence.request.params.weighs_tokens and item.sequence.sampling.forced is None
 
 
 # With the acceptance a of one draft, k drafts give (1 - a^(k+1)) / (1 - a) tokens per step on average; a step takes the

@@ -226,6 +226,13 @@ class TextStream:
         self._budget = None
         return True
 
+    @property
+    def thinking_left(self) -> int | None:
+        """Tokens until the budget of the thinking is used up; None: there is no such limit, or none any more."""
+        if self._thinking is None or self._thinking.over or self._budget is None:
+            return None
+        return self._budget - self._spent
+
     def add(self, token: int) -> tuple[str, str | None]:
         """Add a token; return the text that is now certain, and the stop string that the token completed, or None."""
         piece, thinking = self._detokenizer.add(token), self._thinking

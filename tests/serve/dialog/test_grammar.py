@@ -20,7 +20,7 @@ from minifloat.serve.dialog.conversation import Conversation, Thinking, Tool, To
 from minifloat.serve.dialog.formats import NAMES, DialogFormat, find_format
 from minifloat.serve.dialog.grammar import call_grammar
 
-REQUIRED = ToolChoice("required")
+REQUIRED, NONE = ToolChoice("required"), ToolChoice("none")
 #: As the engine computes them.
 LIMITS = llguidance.LLParserLimits(verbose_errors=False, **GrammarLimits().parser)
 STRICT = tuple(replace(tool, strict=True) for tool in TOOLS)
@@ -173,8 +173,23 @@ def test_no_grammar_is_made_where_any_text_may_follow() -> None:
     schema = Grammar.json_object()
     assert call_grammar(format_of("hermes"), conversation(), "") is None
     assert call_grammar(format_of("hermes"), conversation(tools=(), choice=REQUIRED), "") is None
-    assert call_grammar(format_of("hermes"), conversation(choice=ToolChoice("none"), tools=STRICT), "") is None
+    assert call_grammar(format_of("hermes"), conversation(choice=NONE, tools=()), "") is None
+    assert call_grammar(format_of("hermes", None), conversation(choice=NONE, grammar=schema), "") is schema
     assert call_grammar(format_of("hermes", None), conversation(tools=(), grammar=schema), "") is schema
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("single", [True, False])
+def test_an_answer_that_may_not_call_begins_no_call(name: str, single: bool) -> None:
+    form = format_of(name, None)
+    tokens = Tokens(*form.begin[:1]) if single else BYTES
+    form = replace(form, tokens=tokens.added)
+    grammar = grammar_of(form, conversation(choice=NONE))
+    begin, channel = ("", "<|channel|>final<|message|>") if form.channels else (form.begin[0], "")
+    assert tokens.accepts(grammar, f"{channel}Any text, {begin[:-1]},\n\nand more.{begin[:1]}")
+    call = begin or "<|channel|>commentary to=functions."
+    assert not tokens.accepts(grammar, call)
+    assert form.channels or not tokens.accepts(grammar, f"Any text. {call} and more")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not format_of(name).bare and name != "harmony"])

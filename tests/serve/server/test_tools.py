@@ -164,7 +164,7 @@ def test_an_answer_that_is_cut_off_is_length(tokenizer: Any) -> None:
 def test_what_is_no_call_is_text(tokenizer: Any, fields: Any) -> None:
     with saying(tokenizer, CALL) as (_, client, engine):
         (choice,) = client.chat("x", **fields).json["choices"]
-        assert "add" not in prompt(tokenizer, engine)
+        assert ("add" in prompt(tokenizer, engine)) == ("tool_choice" in fields)
     assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
     assert choice["finish_reason"] == "stop"
 
@@ -418,18 +418,24 @@ def test_an_agent_of_ten_turns_computes_only_new_tokens(make_llama: Any, tmp_pat
         running(engine, chat_template=NO_THINKING) as client,
         openai.OpenAI(base_url=f"{client.url}/v1", api_key="-", max_retries=0) as sdk,
     ):
-        for turn in range(10):
+        for choice in (*["required"] * 10, "none"):
             answer = sdk.chat.completions.create(
-                model=MODEL, messages=messages, tools=[tool], tool_choice="required", parallel_tool_calls=False
+                model=MODEL,
+                messages=messages,
+                tools=[tool],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                max_tokens=99,
             )  # type: ignore[call-overload]
             message, usage = answer.choices[0].message, answer.usage
-            (call,) = message.tool_calls
-            numbers = json.loads(call.function.arguments)
-            result = f"Result {turn}: {numbers['a'] + numbers['b']}"
-            messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
             cached = usage.prompt_tokens_details.cached_tokens
             assert cached >= (computed - 1) // BLOCK_TOKENS * BLOCK_TOKENS
             computed = usage.prompt_tokens + usage.completion_tokens
+            assert bool(message.tool_calls) == (choice == "required")
+            for call in message.tool_calls or ():
+                numbers = json.loads(call.function.arguments)
+                result = f"Result {len(messages)}: {numbers['a'] + numbers['b']}"
+                messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
     assert cached / usage.prompt_tokens > 0.95
 
 

@@ -1,7 +1,8 @@
 """Grammars of whole answers: thinking first, then calls in the frame of the format with each tool's schema inside.
 
 They make calls that violate a schema impossible: with `required` from the first token on, with `strict` tools that may
-be called from what begins a call on. The answer's own grammar begins after the thinking.
+be called from what begins a call on. With `none` they make all calls impossible: the prompt tells the tools all the
+same, so that it is the cached one. The answer's own grammar begins after the thinking.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def call_grammar(format: DialogFormat, conversation: Conversation, prompt_end: s
     """
     tools, own = conversation.callable_tools, conversation.grammar
     required = bool(tools) and conversation.choice.mode == "required"
-    if own is None and not required and not any(tool.strict for tool in tools):
+    excluded = own is None and bool(conversation.tools) and conversation.choice.mode == "none"
+    if own is None and not required and not excluded and not any(tool.strict for tool in tools):
         return None
-    if not tools and not (format.thinking or format.channels):
+    if not tools and not excluded and not (format.thinking or format.channels):
         return own
     writer = _Writer(format, conversation.parallel)
     calls = writer.calls([(tool, tool.parameters if required or tool.strict else _ANY) for tool in tools])
     answer = None if own is None else writer.rules.other(own.source)
+    if excluded:
+        answer = writer.without_calls()
     if format.channels:
         rest = writer.messages(calls, answer, required)
     else:
@@ -95,6 +99,12 @@ class _Writer:
         ]
         item, text = self.rules.add(one_of(*items)), self.rules.add(TEXT)
         return f"{item}* {text}" if self.parallel else one_of(item, text)
+
+    def without_calls(self) -> str:
+        """Return the expression of a text without what begins a call; a text holds no marker that is a token."""
+        begins = [each for each in self.format.begin if not any(token in each for token in self.format.tokens)]
+        others = [rf"~/(.|\n)*{pattern(re.escape(each))[1:-1]}(.|\n)*/" for each in begins]
+        return self.rules.add(" & ".join((TEXT, *others)), terminal=True)
 
     def messages(self, calls: Sequence[str], answer: str | None, required: bool) -> str:
         """Return the expression of gpt-oss's messages, after the header that the prompt has begun."""

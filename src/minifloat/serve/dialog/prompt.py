@@ -125,10 +125,11 @@ class Dialog:
         Raises:
             UsageError: If a schema of a tool cannot be used; the message begins with the field's name.
         """
+        grammar = call_grammar(self.format, self.conversation, self.end)
         if not self.is_parsed:
-            return {"grammar": self.conversation.grammar}
+            return {"grammar": grammar}
         return {
-            "grammar": call_grammar(self.format, self.conversation, self.end),
+            "grammar": grammar,
             "visible": frozenset(self.format.tokens.values()),
             "thinking": self._thinking(),
         }
@@ -277,7 +278,7 @@ class Dialogs:
             variables["reasoning_effort"] = thinking.effort
         if conversation.documents is not None:
             variables["documents"] = list(conversation.documents)
-        tools = [] if conversation.choice.mode == "none" else [tool.for_template() for tool in conversation.tools]
+        tools = [tool.for_template() for tool in conversation.tools]
         messages = self._messages(conversation.messages, tools)
         if tools and self.traits.tools == "variable":
             variables["tools"] = tools
