@@ -1,11 +1,12 @@
-"""Agents of other people's frameworks against the server: pydantic-ai, smolagents, LangChain and `llm`.
+"""Agents of other people's clients and frameworks against the server: OpenAI's, Anthropic's, pydantic-ai and others.
 
-The model has random weights and one token per byte. `required` and `strict` make it call tools with valid arguments all
-the same, until it calls the one that ends the run.
+The model has random weights and one token per byte, or is that of the folder in MINIFLOAT_AGENTS_MODEL. `required` and
+`strict` make it call tools with valid arguments all the same, until it answers or calls the one that ends the run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,23 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def server(make_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder: Path = make_llama(tmp_path_factory.mktemp("agents") / "random", max_position_embeddings=32768)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with served(folder, folder.parent / "log", "--dtype", "float32", "--kv-cache-memory", "256MiB") as running:
+    scratch = tmp_path_factory.mktemp("agents")
+    folder, options = Path(os.environ.get("MINIFLOAT_AGENTS_MODEL", "")), ["--kv-cache-memory", "256MiB"]
+    if folder == Path():
+        folder = make_llama(scratch / "random", max_position_embeddings=32768)
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        options += ["--dtype", "float32"]
+    with served(folder, scratch / "log", *options) as running:
         yield running
 
 
 @pytest.mark.parametrize(
     "agent",
     [
+        "openai, chat",
+        "openai, responses",
+        "anthropic, messages",
+        "anthropic, tool runner",
         "pydantic-ai, chat",
         "pydantic-ai, responses",
         "pydantic-ai, messages",
@@ -50,5 +59,5 @@ def test_an_agent_runs_to_its_end(server: Served, agent: str, tmp_path: Path) ->
     (line,) = run_script("agents", "in_agents.py", request, tmp_path, timeout=300)
     assert line["error"] is None, f"{line['error']}\n{server.output[-2000:]}"
     assert line["answer"] in ("yes", "no")
-    if agent == "llm":
-        assert len(line["calls"]) >= 3
+    if agent.startswith(("openai", "anthropic", "llm")):  # without a tool that ends the run
+        assert len(line["calls"]) == 3
