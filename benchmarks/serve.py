@@ -109,13 +109,20 @@ class Server:
 
     async def ask(self, prompt: list[int], output_len: int) -> Answer:
         """Stream one completion and return its times."""
-        fields = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True, "stream": True}
-        model = {"model": self.model["name"], "stream_options": {"include_usage": True}}
-        body = json.dumps(fields | model).encode()
+        fields = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
+        answer = await self.stream("/v1/completions", fields)
+        if answer.tokens != output_len:
+            raise SystemExit(f"{answer.tokens} tokens arrived instead of {output_len}")
+        return answer
+
+    async def stream(self, path: str, fields: dict[str, Any]) -> Answer:
+        """Stream one answer of completions or chats and return its times."""
+        more = {"model": self.model["name"], "stream": True, "stream_options": {"include_usage": True}}
+        body = json.dumps(fields | more).encode()
         answer = Answer(time.perf_counter())
         reader, writer = await asyncio.open_connection(HOST, self.port)
         lines = (
-            "POST /v1/completions HTTP/1.1",
+            f"POST {path} HTTP/1.1",
             f"Host: {HOST}",
             "Content-Type: application/json",
             "Connection: close",
@@ -124,14 +131,18 @@ class Server:
         async for line in reader:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
-                if event["choices"]:
+                if event.get("choices") and _says(event["choices"][0]):
                     answer.received.append(time.perf_counter())
                 elif event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
         writer.close()
-        if answer.tokens != output_len:
-            raise SystemExit(f"{answer.tokens} tokens arrived instead of {output_len}")
         return answer
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    """Return whether an event has something new; the first one of a chat comes before the first token."""
+    delta = choice.get("delta")
+    return delta is None or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
 
 def figures(answers: list[Answer], seconds: float) -> dict[str, float]:
