@@ -236,3 +236,28 @@ def test_rates_are_those_of_a_processor() -> None:
     for rate in (rates.forward, rates.gram, rates.factor, rates.single, rates.solve, rates.feedback, rates.read):
         assert 1e7 < rate < 1e15
     assert 1e3 < rates.cast < 1e12
+
+
+def test_a_budget_and_the_default_scheme_say_what_they_measure_and_round_again(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "llama", "llama")
+    text = SMALL[2:]
+
+    def said(*options: str) -> tuple[str, dict[str, Any]]:
+        shown = run(model, tmp_path / "out", *options, *text, "--dry-run")
+        assert shown.exit_code == 0, shown.output
+        again = run(model, tmp_path / "out", *options, *text, "--dry-run", "--json")
+        return " ".join(shown.output.split()), json.loads(again.output)["data"]
+
+    once, alone = said("--scheme", "mxfp4")
+    assert "Before it" not in once
+    assert alone["searching"] is None
+    for options, what, times in (
+        ((), "what rounding inputs costs is measured", 2),
+        (("--max-kl", "0.1"), "groups of weights is measured", 3),
+        (("--target-bits", "6"), "groups of weights is measured", 1),
+    ):
+        words, found = said(*options)
+        assert what in words
+        assert f"up to {times} more times" in words
+        assert found["searching"]["seconds"] > 0
+        assert found["disk"] > alone["disk"]

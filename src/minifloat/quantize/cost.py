@@ -27,6 +27,7 @@ from minifloat.quantize.data import DataOptions
 from minifloat.quantize.estimate import (
     WEIGHTS_SHARE,
     Rates,
+    Search,
     Shapes,
     Tokens,
     Work,
@@ -59,6 +60,16 @@ class Writing:
 
 
 @dataclass(frozen=True)
+class Searching:
+    """What a run takes beside rounding once."""
+
+    what: str  # is measured first
+    seconds: float
+    disk: int
+    again: int  # roundings after the first, at most
+
+
+@dataclass(frozen=True)
 class DataCost:
     """Tokens, time, memory and disk of a run with data; seconds are estimated."""
 
@@ -69,6 +80,7 @@ class DataCost:
     disk: int  # bytes of the work folder
     memory_free: int
     disk_free: int
+    searching: Searching | None = None  # None: the model is rounded once
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -88,7 +100,18 @@ class DataCost:
             words += " (--data FILE needs no writing)"
         return (
             f"{words}; rounding takes about {duration_text(self.seconds)}, {size_text(self.memory)} of memory and "
-            f"{size_text(self.disk)} of disk beside the output."
+            f"{size_text(self.disk)} of disk beside the output.{self._searching()}"
+        )
+
+    def _searching(self) -> str:
+        search = self.searching
+        if search is None:
+            return ""
+        longest = self.seconds * (1 + search.again) + search.seconds
+        return (
+            f" Before it, {search.what} measured, in about {duration_text(search.seconds)} with up to "
+            f"{size_text(search.disk)} of disk; after it, the model is rounded up to {search.again} more times, in "
+            f"{duration_text(longest)} altogether."
         )
 
     def problems(self) -> tuple[str, ...]:
@@ -124,9 +147,12 @@ class DataCost:
 
 
 def cost_of(
-    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, destination: Path
+    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, destination: Path, search: Search | None = None
 ) -> tuple[TextOptions, Path, DataCost]:
-    """Return the text with its number of sequences, the file of own text, and what the run takes."""
+    """Return the text with its number of sequences, the file of own text, and what the run takes.
+
+    `search`: what it does beside rounding once.
+    """
     for source in as_sources(data.sources):
         if source.name != OWN_TEXT:
             locate(source)  # a name that does not exist is an error before the cost is said
@@ -134,15 +160,35 @@ def cost_of(
     files = file, beside(destination, WORK_SUFFIX)
     rates, text = None, data.text
     if data.minutes is not None:
-        rates, text = _text_in_time(checkpoint, plan, data, data.minutes, files)
+        rates, text = _text_in_time(checkpoint, plan, data, data.minutes, files, search)
     text = enough_text(text, plan, checkpoint.config)
-    return text, file, data_cost(checkpoint, plan, data.sources, text, data.rounding, destination, files, rates)
+    once = data_cost(checkpoint, plan, data.sources, text, data.rounding, destination, files, rates)
+    if search is None:
+        return text, file, once
+    rates = rates or _rates(search.work, checkpoint, plan, 0, text, data.rounding.device)
+    return text, file, _with_search(once, search, plan, rates)
+
+
+def _with_search(once: DataCost, search: Search, plan: QuantizationPlan, rates: Rates) -> DataCost:
+    """Return the cost with that of a search; finished layers of each rounding stay until the end."""
+    searching = Searching(search.what, search.work.seconds(rates), search.disk, search.again)
+    disk = max(once.disk, search.disk) + search.again * _codes_bytes(plan)
+    return replace(once, disk=disk, searching=searching)
+
+
+def _codes_bytes(plan: QuantizationPlan) -> int:
+    return sum(out.nbytes for tensor in plan.tensors if tensor.parts for out in tensor.outputs)
 
 
 def _text_in_time(
-    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, minutes: float, files: tuple[Path, Path]
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    data: DataOptions,
+    minutes: float,
+    files: tuple[Path, Path],
+    search: Search | None,
 ) -> tuple[Rates, TextOptions]:
-    """Return the rates of this machine, and the text that it can write and round with in so many minutes.
+    """Return the rates of this machine, and the text that it can write, measure and round once with in so many minutes.
 
     A run that was interrupted goes on with the text that it wrote.
     """
@@ -160,7 +206,8 @@ def _text_in_time(
         text = replace(data.text, samples=sequences)
         tokens, missing = Tokens.of(sequences, text), _to_write(data.sources, text, files[0])
         writing = _writing(checkpoint, plan, missing, text, rates).seconds if missing else 0.0
-        return _work(checkpoint, plan, tokens, data.rounding).seconds(rates) + writing
+        work = _work(checkpoint, plan, tokens, data.rounding)
+        return (work if search is None else work + search.work).seconds(rates) + writing
 
     samples = least
     while seconds(more := samples + max(samples // 16, 1)) <= 60.0 * minutes:
@@ -190,13 +237,12 @@ def data_cost(
     work = _work(checkpoint, plan, tokens, options)
     sequences = _to_write(sources, text, files[0])
     rates = rates or _rates(work, checkpoint, plan, sequences, text, options.device)
-    codes = sum(out.nbytes for tensor in plan.tensors if tensor.parts for out in tensor.outputs)
     return DataCost(
         tokens,
         _writing(checkpoint, plan, sequences, text, rates) if sequences else None,
         work.seconds(rates),
         rounding_memory(shapes, itemsize),
-        rounding_disk(shapes, checkpoint.config, tokens, itemsize, codes) + plan.output_bytes,
+        rounding_disk(shapes, checkpoint.config, tokens, itemsize, _codes_bytes(plan)) + plan.output_bytes,
         available_memory("cpu"),
         shutil.disk_usage(output.absolute().parent).free + _bytes_in(files[1]),
     )

@@ -135,6 +135,27 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Search:
+    """What a run does beside rounding once: it measures something first, and may round again."""
+
+    what: str  # is measured, in words
+    work: Work
+    disk: int  # bytes, while a layer is measured
+    again: int  # roundings after the first, at most
+
+    @classmethod
+    def of_streams(
+        cls, what: str, streams: Sequence[tuple[int, int]], shapes: Shapes, config: Mapping[str, Any], again: int
+    ) -> Search:
+        """Return the work of streams through the model: of each the tokens, and the share of the layers in percent."""
+        weights, layers = sum(rows * width for rows, width in shapes.values()), layers_of(shapes)
+        passes = sum(tokens * percent for tokens, percent in streams) / 100
+        work = Work(forward=2.0 * weights * passes, passes=layers * passes / DEFAULT_TEXT.seq_len)
+        disk = 2 * 2 * sum(tokens for tokens, _ in streams) * _size(config, "hidden_size")
+        return cls(what, work, disk, again)
+
+
+@dataclass(frozen=True)
 class Group:
     """Linears of one input."""
 

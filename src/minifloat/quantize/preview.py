@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check.judge import EngineVerdict
-from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.architecture.families import unknown_family_notes
 from minifloat.model.plan.tensor_plan import QuantizationPlan, QuantizedShare
 from minifloat.numerics.scheme import Scheme, get_scheme
+from minifloat.quantize.estimate import Search, visited_share
 from minifloat.quantize.options import DEFAULT_OPTIONS, Budget, QuantizeOptions
 from minifloat.quantize.planner import Planner, planned_source
 from minifloat.quantize.report import TensorsReport
@@ -120,8 +120,9 @@ def preview_quantization(
         wanted = get_scheme(scheme) if isinstance(scheme, str) else scheme
         if options.budget is None:
             plan, notes = planner.chosen(wanted)
+            search = None if data is None else _inputs_search(planner.checkpoint, wanted, plan, data)
         else:
-            plan, notes = _within_budget(planner, wanted, options.budget)
+            plan, notes, search = _within_budget(planner, wanted, options.budget)
         notes = (*notes, *(_measured_later(wanted, plan) if calibrates else planner.unmeasured(wanted, plan)))
         run = planner.run(plan, notes, calibration, calibrates=calibrates)
         return QuantizePreview(
@@ -134,7 +135,7 @@ def preview_quantization(
             run.verdicts,
             (*run.engine_notes, *run.report_notes, *unknown_family_notes(run.checkpoint.config)),
             shutil.disk_usage(Path(destination).absolute().parent).free,
-            _cost(run.checkpoint, plan, data, Path(destination)),
+            _cost(run.checkpoint, plan, data, Path(destination), search),
         )
 
 
@@ -148,27 +149,41 @@ def _measured_later(scheme: Scheme | None, plan: QuantizationPlan) -> tuple[str,
     )
 
 
-def _within_budget(planner: Planner, scheme: Scheme | None, budget: Budget) -> tuple[QuantizationPlan, tuple[str, ...]]:
-    """Return the plan in the cheapest format, and what the search for a mixture takes."""
+def _inputs_search(
+    checkpoint: Checkpoint, scheme: Scheme | None, plan: QuantizationPlan, data: DataOptions
+) -> Search | None:
+    from minifloat.quantize.rounding.input_choice import chooses_inputs, inputs_search
+
+    if data.hessians is not None or not chooses_inputs(scheme, plan):
+        return None
+    return inputs_search(plan, checkpoint.config, visited_share(checkpoint.config))
+
+
+def _within_budget(
+    planner: Planner, scheme: Scheme | None, budget: Budget
+) -> tuple[QuantizationPlan, tuple[str, ...], Search]:
+    """Return the plan in the cheapest format, a note on it, and what the search for a mixture takes."""
     from minifloat.quantize.rounding.budget import SearchCost, require_feasible
     from minifloat.quantize.rounding.budget_formats import find_formats
 
     formats = find_formats(planner.checkpoint, planner.plan, scheme, planner.overrides, planner.options.target)
     require_feasible(budget, formats.groups)
-    return planner.plan(formats.scheme, planner.overrides), (
+    plan, config = planner.plan(formats.scheme, planner.overrides), planner.checkpoint.config
+    note = (
         f"Sizes are those of {formats.scheme.name} everywhere, the least. The mixture within {budget} depends on what "
-        f"text shows. {SearchCost.of(formats.groups, planner.checkpoint.config).text(measure_product_rate())}",
+        "text shows."
     )
+    return plan, (note,), SearchCost.of(formats.groups, config).search(plan, budget, config)
 
 
 def _cost(
-    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions | None, destination: Path
+    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions | None, destination: Path, search: Search | None
 ) -> DataCost | None:
     if data is None or not data.sources:
         return None
     from minifloat.quantize.cost import cost_of
 
-    return cost_of(checkpoint, plan, data, destination)[2]
+    return cost_of(checkpoint, plan, data, destination, search)[2]
 
 
 def _tensors(checkpoint: Checkpoint, plan: QuantizationPlan) -> tuple[PlannedTensor, ...]:

@@ -18,13 +18,13 @@ from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.amount import require_tokens, widest
 from minifloat.quantize.cost import WORK_SUFFIX, beside, cost_of
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
-from minifloat.quantize.estimate import visited_share
+from minifloat.quantize.estimate import Search, visited_share
 from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
 from minifloat.quantize.rounding.budget import SearchCost, require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget_formats import find_formats, loads_alike
-from minifloat.quantize.rounding.input_choice import ATTEMPTS, input_choice
+from minifloat.quantize.rounding.input_choice import ATTEMPTS, chooses_inputs, input_choice, inputs_search
 from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
@@ -39,8 +39,7 @@ def run_with_data(
     """Choose codes with data, and formats too within a budget, and yield the run that writes them."""
     if (budget := planner.options.budget) is None:
         plan, notes = planner.chosen(scheme)
-        inputs = plan.scheme.activation
-        if scheme is None and data.hessians is None and inputs is not None and not inputs.needs_calibration:
+        if data.hessians is None and chooses_inputs(scheme, plan):
             with default_output(planner, plan, data, destination, progress) as (planner, plan, rounded):
                 yield planner.run(plan, notes, rounded.calibration(planner.checkpoint), rounded)
             return
@@ -84,9 +83,10 @@ def default_output(
 ) -> Iterator[tuple[Planner, QuantizationPlan, RoundedOutput]]:
     """Choose which inputs the default scheme rounds, and codes; the work is kept if the block is left with an error."""
     checkpoint, work_dir = planner.checkpoint, beside(destination, WORK_SUFFIX)
-    texts, record = _texts(checkpoint, plan, data, destination, progress)
+    visited = visited_share(checkpoint.config)
+    search = inputs_search(plan, checkpoint.config, visited)
+    texts, record = _texts(checkpoint, plan, data, destination, progress, search)
     with ExitStack() as stack:
-        visited = visited_share(checkpoint.config)
         measured = input_choice(checkpoint, plan, texts.kept, data.rounding, work_dir, visited, progress)
         choice, moments = stack.enter_context(measured), stack.enter_context(OutputMoments(work_dir))
         for attempt in range(ATTEMPTS):
@@ -131,9 +131,11 @@ def budgeted_output(
     checkpoint, overrides = planner.checkpoint, planner.overrides
     formats = find_formats(checkpoint, planner.plan, scheme, overrides, planner.options.target)
     require_feasible(budget, formats.groups)
-    SearchCost.of(formats.groups, checkpoint.config).require_disk(destination.absolute().parent)
+    cost = SearchCost.of(formats.groups, checkpoint.config)
+    cost.require_disk(destination.absolute().parent)
     plan = planner.plan(formats.scheme, overrides)
-    texts, record = _texts(checkpoint, plan, data, destination, progress)
+    search = cost.search(plan, budget, checkpoint.config)
+    texts, record = _texts(checkpoint, plan, data, destination, progress, search)
     with round_within_budget(
         checkpoint,
         budget,
@@ -159,9 +161,10 @@ def _texts(
     data: DataOptions,
     destination: Path,
     progress: Progress | None,
+    search: Search | None = None,
 ) -> tuple[SplitText, dict[str, Any]]:
     """Return the parts of the text, and the record of the whole."""
-    text, file, cost = cost_of(checkpoint, plan, data, destination)
+    text, file, cost = cost_of(checkpoint, plan, data, destination, search)
     cost.require()
     if data.announce is not None:
         data.announce(cost.text())

@@ -24,8 +24,8 @@ from minifloat.model.architecture.roles import text_config
 from minifloat.model.plan.overrides import KEEP, Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
+from minifloat.quantize.estimate import Search
 from minifloat.quantize.options import Budget
-from minifloat.quantize.report import duration_text
 from minifloat.quantize.rounding.budget_formats import Formats, Group, Groups, mixture
 from minifloat.quantize.rounding.damage import GroupsToMeasure, damage_tokens
 from minifloat.quantize.rounding.methods import DEFAULT_METHOD, METHODS, RoundingOptions
@@ -272,23 +272,20 @@ class SearchCost:
     groups: int
     tokens: int
     disk: int  # bytes beside the output while a layer runs: the hidden states before and behind it
-    operations: float
 
     @classmethod
     def of(cls, groups: Groups, config: Mapping[str, Any]) -> SearchCost:
-        """Return the cost for a model in 16 bits: two streams per group, each through half of the layers on average."""
-        count, weights = len(groups.groups), sum(group.weights for group in groups.groups)
+        """Return the cost for a model in 16 bits: two streams per group."""
+        count = len(groups.groups)
         tokens, width = damage_tokens(count, groups.layers), int(text_config(config).get("hidden_size", 0))
-        return cls(count, tokens, 2 * 2 * count * tokens * width * 2, 2.0 * count * tokens * weights)
+        return cls(count, tokens, 2 * 2 * count * tokens * width * 2)
 
-    def text(self, rate: float) -> str:
-        """Return the cost in words, with the time at a rate of operations per second."""
-        return (
-            f"The damage of {self.groups} groups of weights is measured with up to {self.tokens:,} tokens each, which "
-            f"takes up to {size_text(self.disk)} of disk beside the output and about "
-            f"{duration_text(self.operations / rate)} more than rounding once, on this machine; then the model is "
-            f"rounded again in each mixture, up to {_ATTEMPTS} times."
-        )
+    def search(self, plan: QuantizationPlan, budget: Budget, config: Mapping[str, Any]) -> Search:
+        """Return the cost as part of that of a run."""
+        streams = [(self.tokens, 50)] * (2 * self.groups)
+        shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+        what = f"the damage of {self.groups} groups of weights is"
+        return Search.of_streams(what, streams, shapes, config, 1 if budget.max_kl is None else _ATTEMPTS)
 
     def require_disk(self, folder: Path) -> None:
         """Refuse a search for which the disk has no room, before any text is written."""

@@ -20,6 +20,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme
+from minifloat.quantize.estimate import Search
 from minifloat.quantize.limits import MAX_KL, MAX_PPL_INCREASE, MIN_SAME_TOP1
 from minifloat.quantize.rounding.budget import Frontier
 from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, is_experts, kind_and_layer, mixture
@@ -254,6 +255,21 @@ def input_choice(
             damages = tuple(by_group[group.name].kl if group.name in by_group else 0.0 for group in groups.groups)
             choice.groups, choice.damages, choice.layers_together = groups, damages, together
         yield choice
+
+
+def chooses_inputs(scheme: Scheme | None, plan: QuantizationPlan) -> bool:
+    """Return whether a run with text chooses which inputs of a plan are rounded, because no scheme is named."""
+    inputs = plan.scheme.activation
+    return scheme is None and inputs is not None and not inputs.needs_calibration
+
+
+def inputs_search(plan: QuantizationPlan, config: Mapping[str, Any], visited: float = 1.0) -> Search:
+    """Return what it takes to choose the inputs of a plan, at most; `visited` as in `input_choice`."""
+    rounded = frozenset(name for name, scheme in plan.modules.items() if scheme.activation is not None)
+    groups, _ = joined_groups(find_groups(plan, [], plan.overrides), rounded, visited)
+    streams = [(_TOKENS, 100)] * 3 + [(_GROUP_TOKENS, 50)] * len(groups.groups)
+    shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+    return Search.of_streams("what rounding inputs costs is", streams, shapes, config, ATTEMPTS - 1)
 
 
 def joined_groups(groups: Groups, rounded: frozenset[str], visited: float = 1.0) -> tuple[Groups, int]:
