@@ -17,8 +17,10 @@ from pydantic import BaseModel
 from serving import MODEL, Client, running
 
 from minifloat.engine import Engine, EngineOptions, Thinking
+from minifloat.errors import UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.client import ChatClient, chat
+from minifloat.serve.dialog.prompt import Dialogs
 
 #: A small form of Qwen3's template.
 TEMPLATE = (
@@ -393,6 +395,13 @@ def test_tools_can_be_switched_off_and_named(tokenizer: Any) -> None:
         (choice,) = client.chat("x", tools=[ADD]).json["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
         assert client.get("/v1/models").json["data"][0]["tool_format"] == "glm"
+
+
+def test_a_format_that_the_model_is_not_told_is_refused_at_the_start(tokenizer: Any) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UsageError, match="--tool-format glm: the chat template has no tools"):
+        Dialogs(tokenizer, plain, "glm").tool_format  # noqa: B018
+    assert Dialogs(tokenizer, plain, "generic").tool_format == "generic"
 
 
 def test_minifloat_chat_shows_thinking_and_does_not_send_it_back(tokenizer: Any) -> None:

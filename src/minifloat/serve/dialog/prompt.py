@@ -198,12 +198,18 @@ class Dialogs:
 
         Raises:
             ChatTemplateError: If the template is not valid.
+            UsageError: If another form is wanted than the one that the model is told.
         """
         added = {token.content: number for number, token in self._tokenizer.added_tokens_decoder.items()}
-        name = _GENERIC if self.traits.tools == "nowhere" else None
-        return find_format(
-            self._tool_template, added, name if self._tool_format in ("auto", "none") else self._tool_format
-        )
+        name = None if self._tool_format in ("auto", "none") else self._tool_format
+        if self.traits.tools == "nowhere":
+            if name not in (None, _GENERIC):
+                raise UsageError(
+                    f"--tool-format {name}: the chat template has no tools, so the model is told to write calls in the "
+                    "generic form; leave the option out, or give a template with tools (--chat-template FILE)"
+                )
+            name = _GENERIC
+        return find_format(self._tool_template, added, name)
 
     @property
     def tool_format(self) -> str | None:
