@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
 from minifloat.deploy.estimate import PlanOptions, plan_model
+from minifloat.deploy.estimate.model_plan import known_losses
 from minifloat.numerics.scheme import SCHEMES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -66,11 +67,11 @@ def test_where_nothing_fits_the_number_of_devices_is_said() -> None:
 
 def test_the_recommended_scheme_comes_with_its_measured_loss_and_with_what_loses_less() -> None:
     output = run(LLAMA, "--hardware", "h100", "--gpus", "2", "--batch", "32").output
-    fastest = (
-        "Fastest of what fits, at the bound: mxfp4 (on SmolLM2-135M: perplexity +57.77% [52.13, 64.55], KL 0.5430 "
-    )
-    assert fastest in output
-    assert "Least loss of what fits: fp8 (on SmolLM2-135M: perplexity +2.30%" in output
+    fast, least = (known_losses(scheme)[0] for scheme in ("mxfp4", "fp8"))
+    said = "(on SmolLM2-135M: perplexity {:+.2%} ["
+    assert f"Fastest of what fits, at the bound: mxfp4 {said.format(fast.ppl_increase.value)}" in output
+    assert f"], KL {fast.kl.value:.4f} [{fast.kl.low:.4f}, " in output
+    assert f"Least loss of what fits: fp8 {said.format(least.ppl_increase.value)}" in output
     assert "a decode step takes 1.39 x as long" in output
     assert "`minifloat compare` measures it" in output
 
