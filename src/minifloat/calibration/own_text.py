@@ -150,16 +150,16 @@ def own_text_path(model: str | os.PathLike[str], out: Path, seq_len: int, former
     out, name = out.absolute(), f"{model_name(model).rpartition('/')[2]}.self-text"
     path = out.with_name(f"{name}-{seq_len}.safetensors")
     earlier = (out.with_name(old) for old in (f"{name}.safetensors", former) if old is not None)
-    return path if path.exists() else next((old for old in earlier if _length(old) == seq_len), path)
+    return path if path.exists() else next((old for old in earlier if sequences_written(old, seq_len)), path)
 
 
-def _length(file: Path) -> int | None:
-    """Return the tokens of a sequence in a file of own text; None if it cannot be read."""
+def sequences_written(file: Path, seq_len: int) -> int:
+    """Return the number of sequences of a length in a file of own text; 0 for one that cannot be read."""
     try:
         written = read_token_file(file)
-    except (StatsError, StorageError):
-        return None
-    return None if written is None else written.settings.seq_len
+    except (StatsError, StorageError):  # said when it is read for the run
+        return 0
+    return 0 if written is None or written.settings.seq_len != seq_len else len(written.tokens)
 
 
 class ShortMemoryError(UsageError):

@@ -13,10 +13,10 @@ import torch
 
 from minifloat.calibration.data import SourceLike, as_sources
 from minifloat.calibration.options import TextOptions
-from minifloat.calibration.own_text import own_text_path, read_token_file
+from minifloat.calibration.own_text import own_text_path, sequences_written
 from minifloat.calibration.readers import OWN_TEXT, locate
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import StatsError, StorageError, UsageError
+from minifloat.errors import UsageError
 from minifloat.kernels.memory import available_memory
 from minifloat.kernels.speed import measure_product_rate
 from minifloat.model.architecture.family import Role
@@ -198,7 +198,7 @@ def _text_in_time(
         raise UsageError("--minutes needs text that the model writes (--data self); files have --calibration-samples")
     rates = measure_rates(plan.scheme, torch.bfloat16, data.rounding.device)
     least = fewest_sequences(data.text, plan)
-    written = _written(data.text, files[0])
+    written = sequences_written(files[0], data.text.seq_len)
     if files[1].exists() and written >= least:
         return rates, replace(data.text, samples=written)
 
@@ -265,16 +265,7 @@ def _to_write(sources: Sequence[SourceLike], text: TextOptions, file: Path) -> i
     parsed = as_sources(sources)
     own = sum(source.weight for source in parsed if source.name == OWN_TEXT)
     wanted = round((text.samples or 0) * own / math.fsum(source.weight for source in parsed)) if own else 0
-    return max(wanted - _written(text, file), 0) if wanted else 0
-
-
-def _written(text: TextOptions, file: Path) -> int:
-    """Return the number of sequences of a text that a file has."""
-    try:
-        written = read_token_file(file)
-    except (StatsError, StorageError):  # said when it is read for the run
-        return 0
-    return 0 if written is None or written.settings.seq_len != text.seq_len else len(written.tokens)
+    return max(wanted - sequences_written(file, text.seq_len), 0) if wanted else 0
 
 
 def _rates(

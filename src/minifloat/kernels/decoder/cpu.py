@@ -45,8 +45,9 @@ def step(
     if described is None:
         described = _DESCRIBED[decoder] = _Described(decoder)
     rows = batch.logits.shape[0]
-    fits = memory is not None and len(memory) >= rows
-    logits = memory[:rows] if memory is not None and fits else torch.empty(rows, decoder.lm_head.shape[0])
+    if memory is None or len(memory) < rows:
+        memory = torch.empty(rows, decoder.lm_head.shape[0])
+    logits = memory[:rows]
     library.call(
         "step",
         STRUCTS["step_args"](
