@@ -10,8 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minifloat.errors import UnknownNameError
 from minifloat.numerics.cast import decode, encode, torch_dtype
@@ -39,7 +37,6 @@ ML_DTYPES = {
 TORCH_FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E8M0: torch.float8_e8m0fnu}
 
 each_encoded = pytest.mark.parametrize("fmt", ENCODED, ids=lambda f: f.name)
-floats = st.floats(width=32, allow_nan=False)
 
 
 def all_codes(fmt: ElementFormat) -> torch.Tensor:
@@ -107,25 +104,10 @@ def test_every_code_decodes_as_ml_dtypes_decodes_it(fmt: ElementFormat) -> None:
 
 
 @each_encoded
-def test_every_finite_code_survives_decoding_and_encoding(fmt: ElementFormat) -> None:
-    values = decode(all_codes(fmt), fmt)
-    finite = values.isfinite()
-    assert torch.equal(encode(values[finite], fmt), all_codes(fmt)[finite])
-
-
-@each_encoded
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_input_encodes_as_ml_dtypes_encodes_it(fmt: ElementFormat, dtype: torch.dtype) -> None:
     x = all_inputs(dtype)
     np.testing.assert_array_equal(encode(x, fmt).numpy(), encode_with_ml_dtypes(x, fmt))
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_input_encodes_as_torch_encodes_it(fmt: ElementFormat, dtype: torch.dtype) -> None:
-    x = all_inputs(dtype)
-    expected = x.to(torch.float32).clamp(-fmt.max, fmt.max).to(TORCH_FLOAT8[fmt]).view(torch.uint8)
-    assert torch.equal(encode(x, fmt), expected)
 
 
 @each_encoded
@@ -145,19 +127,6 @@ def test_random_float32_bit_patterns_encode_as_ml_dtypes_encodes_them(fmt: Eleme
     np.testing.assert_array_equal(encode(x, fmt).numpy(), encode_with_ml_dtypes(x, fmt))
 
 
-@each_encoded
-def test_ties_go_to_the_even_code(fmt: ElementFormat) -> None:
-    values = positive_values(fmt)
-    midpoints = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(values)])
-    assert bool((encode(midpoints, fmt) % 2 == 0).all())
-
-
-@each_encoded
-def test_infinity_and_huge_values_clamp_to_the_largest_finite_value(fmt: ElementFormat) -> None:
-    x = torch.tensor([math.inf, FLOAT32.max, fmt.max * 2, -math.inf, -FLOAT32.max])
-    assert decode(encode(x, fmt), fmt).tolist() == [fmt.max] * 3 + [-fmt.max] * 2
-
-
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 def test_nan_of_either_sign_and_any_payload_becomes_the_nan_code(fmt: ElementFormat) -> None:
     bits = [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -0x00400000, -1]
@@ -169,20 +138,6 @@ def test_nan_of_either_sign_and_any_payload_becomes_the_nan_code(fmt: ElementFor
 def test_nan_is_refused_by_a_format_without_nan() -> None:
     with pytest.raises(ValueError, match="E2M1 cannot hold NaN"):
         encode(torch.tensor([1.0, math.nan]), E2M1)
-
-
-@each_encoded
-def test_the_sign_of_zero_and_of_values_that_round_to_zero_is_kept(fmt: ElementFormat) -> None:
-    tie = fmt.min_positive / 2
-    x = torch.tensor([0.0, tie, FLOAT32.min_positive, -0.0, -tie, -FLOAT32.min_positive])
-    minus_zero = 1 << (fmt.bits - 1)
-    assert encode(x, fmt).tolist() == [0, 0, 0, minus_zero, minus_zero, minus_zero]
-    assert math.copysign(1.0, float(decode(encode(x, fmt), fmt)[3])) == -1.0
-
-
-def test_the_largest_float32_that_rounds_to_448_has_the_code_of_448() -> None:
-    x = torch.tensor([448.0, 464.0, 465.0, 1e9, 432.0, 431.9])
-    assert encode(x, E4M3).tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0x7E, 0x7D]
 
 
 @each_encoded
@@ -233,33 +188,3 @@ def test_torch_dtypes_have_the_width_and_the_largest_value_of_the_format(fmt: El
 def test_a_format_without_a_torch_dtype_is_refused_with_the_valid_names() -> None:
     with pytest.raises(UnknownNameError, match=r"'E2M1'; valid: E4M3, E5M2, E8M0"):
         torch_dtype(E2M1)
-
-
-@each_encoded
-@given(values=st.lists(floats, min_size=2, max_size=30))
-def test_encoding_is_monotone(fmt: ElementFormat, values: list[float]) -> None:
-    decoded = decode(encode(torch.tensor(sorted(values)), fmt), fmt)
-    assert bool((decoded[1:] >= decoded[:-1]).all())
-
-
-@each_encoded
-@given(value=floats)
-def test_encoding_twice_changes_nothing(fmt: ElementFormat, value: float) -> None:
-    codes = encode(torch.tensor([value]), fmt)
-    assert torch.equal(encode(decode(codes, fmt), fmt), codes)
-
-
-@each_encoded
-@given(value=floats)
-def test_negating_the_input_flips_only_the_sign_bit(fmt: ElementFormat, value: float) -> None:
-    x = torch.tensor([value])
-    assert int(encode(x, fmt)) ^ int(encode(-x, fmt)) == 1 << (fmt.bits - 1)
-
-
-@each_encoded
-@given(data=st.data())
-def test_the_rounding_error_is_at_most_half_a_step(fmt: ElementFormat, data: st.DataObject) -> None:
-    value = data.draw(st.floats(-fmt.max, fmt.max, width=32))
-    exponent = max(math.frexp(value)[1] - 1, fmt.emin) if value else fmt.emin
-    step = math.ldexp(1.0, exponent - fmt.mantissa_bits)
-    assert abs(float(decode(encode(torch.tensor([value]), fmt), fmt)) - value) <= step / 2

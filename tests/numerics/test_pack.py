@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minifloat.numerics.cast import decode, encode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.formats import E2M1
@@ -13,10 +11,6 @@ from minifloat.numerics.formats import E2M1
 
 def codes_of(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8)
-
-
-def test_the_even_column_is_the_low_nibble() -> None:
-    assert pack_nibbles(codes_of(0x1, 0x2)).tolist() == [0x21]
 
 
 def test_all_sixteen_codes_pack_to_the_golden_bytes() -> None:
@@ -31,18 +25,9 @@ def test_a_row_of_numbers_packs_to_the_golden_bytes() -> None:
     assert torch.equal(decode(unpack_nibbles(packed), E2M1), row)
 
 
-def test_unpacking_takes_the_low_nibble_first() -> None:
-    assert unpack_nibbles(codes_of(0x21, 0xFE)).tolist() == [1, 2, 14, 15]
-
-
 def test_every_byte_survives_unpacking_and_packing() -> None:
     packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64)
     assert torch.equal(pack_nibbles(unpack_nibbles(packed)), packed)
-
-
-@given(st.lists(st.integers(0, 15), max_size=40).filter(lambda row: len(row) % 2 == 0))
-def test_every_row_survives_packing_and_unpacking(row: list[int]) -> None:
-    assert unpack_nibbles(pack_nibbles(codes_of(*row))).tolist() == row
 
 
 @pytest.mark.parametrize("shape", [(2,), (3, 4), (2, 3, 8), (0, 4), (3, 0)], ids=str)

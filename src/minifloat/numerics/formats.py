@@ -41,10 +41,6 @@ class ElementFormat:
     def bits(self) -> int:
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
-    @property
-    def bytes_per_element(self) -> float:
-        return self.bits / 8
-
     def decode(self, code: int) -> float:
         """Return the value of one code."""
         if not 0 <= code < 1 << self.bits:

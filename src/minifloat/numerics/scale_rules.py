@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import Granularity
 from minifloat.numerics.scheme import ScaleRule
@@ -43,14 +44,10 @@ def blocks_of(w: Tensor, granularity: Granularity) -> Tensor:
 
 
 def global_divisor(tensor_amax: Tensor) -> Tensor:
-    """Return NVFP4's divisor, the largest power of two up to ``E4M3.max * E2M1.max / amax``; 1.0 if not finite."""
+    """Return `scalar_global_divisor` of the amax of one tensor."""
     if tensor_amax.numel() != 1:
         raise ValueError(f"the divisor needs the amax of one tensor, got the shape {tuple(tensor_amax.shape)}")
-    # reciprocal times constant (two roundings), as compressed-tensors' `generate_gparam`
-    clamped = tensor_amax.reshape(()).to(torch.float32).clamp(min=FLOAT32.min_normal)
-    quotient = clamped.reciprocal() * (E4M3.max * E2M1.max)
-    power = torch.ldexp(torch.tensor(0.5, device=quotient.device), torch.frexp(quotient).exponent)
-    return torch.where(torch.isfinite(quotient), power, 1.0)
+    return torch.full((), float(scalar_global_divisor(float(tensor_amax))), device=tensor_amax.device)
 
 
 def float_scales(amax_grid: Tensor, element: ElementFormat) -> Tensor:
