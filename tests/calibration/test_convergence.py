@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minifloat.calibration.rules import Delayed, Max, Percentile
-from minifloat.calibration.scales import activation_scales, convergence_report, kv_scales, settled, trajectory
+from minifloat.calibration.scales import activation_scales, convergence_report, kv_scales, trajectory
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.errors import UsageError
 
@@ -40,31 +40,11 @@ def test_a_rule_of_the_histogram_has_no_trajectory() -> None:
         trajectory(np.ones(3, np.float32), Percentile())
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([1.0] * 33, True),
-        ([1.0] * 32, False),  # the window must lie within what was seen
-        ([0.5] + [1.0] * 33, True),
-        ([0.5] + [1.0] * 32, False),
-        ([0.995] + [1.0] * 32, True),
-        ([0.98] + [1.0] * 32, False),
-        ([1.02] + [1.0] * 32, False),  # down as well as up
-        ([], False),
-    ],
-)
-def test_a_scale_has_settled_that_stayed_within_the_tolerance_over_the_window(
-    steps: list[float], expected: bool
-) -> None:
-    assert settled(np.array(steps, np.float32)) is expected
-
-
 @given(st.lists(st.floats(0.5, 2, width=32), min_size=1, max_size=30), st.integers(1, 8), st.floats(0.001, 0.5))
 def test_settling_is_told_as_by_a_loop(amax: list[float], window: int, tolerance: float) -> None:
     steps = np.array(amax, np.float32).astype(np.float64)
     near = [abs(step / steps[-1] - 1) <= tolerance for step in steps]
     expected = len(steps) > window and all(near[-window - 1 :])
-    assert settled(np.array(amax, np.float32), tolerance, window) is expected
     found = convergence_report(make({"m": amax}), Delayed(1), tolerance=tolerance, window=window).scales[
         "m.input_scale"
     ]

@@ -86,11 +86,6 @@ def test_delayed_is_the_inverse_of_transformer_engines_scale(amax: list[float], 
     np.testing.assert_allclose(ours, 1.0 / te_scale(amax, length, margin), rtol=4 * 2.0**-24)
 
 
-@given(HISTORIES)
-def test_delayed_with_a_long_history_and_no_margin_is_max(amax: list[float]) -> None:
-    assert Delayed(len(amax)).amax(history(amax)) == Max().amax(history(amax)) == max(amax)
-
-
 @pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistoryRule)], ids=str)
 def test_sequences_without_a_token_for_the_module_do_not_count(rule: HistoryRule) -> None:
     gaps = ModuleStats(np.array([0, 3, 0, 0, 1, 2, 0], np.float32), np.array([0, 1, 0, 0, 1, 1, 0]))
@@ -106,11 +101,6 @@ def test_the_running_value_is_the_rule_after_each_sequence(rule: HistoryRule) ->
         for end in range(1, 10):
             assert running[end - 1, head] == rule.amax(history(amax[:end, head].tolist()))
     assert rule.running(np.empty(0, np.float32)).shape == (0,)
-
-
-def test_max_does_not_depend_on_the_order_and_a_short_history_does() -> None:
-    assert Max().amax(history([1, 3, 2])) == Max().amax(history([3, 2, 1])) == 3
-    assert Delayed(1).amax(history([1, 3, 2])) == 2
 
 
 # Histograms
@@ -191,11 +181,6 @@ def test_mse_clips_if_clipping_reduces_the_error() -> None:
     ours = MeanSquaredError().amax(sample(values))
     assert ours == 1.125
     assert round_trip_error(values, ours / E4M3_MAX) < 0.5 * round_trip_error(values, 1.75 / E4M3_MAX)
-
-
-def test_mse_does_not_clip_if_clipping_increases_the_error() -> None:
-    values = np.array([1.0] * 10)
-    assert MeanSquaredError().amax(sample(values)) == 1.0
 
 
 @pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistogramRule)], ids=str)

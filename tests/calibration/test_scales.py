@@ -5,10 +5,8 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from minifloat.calibration.rules import Delayed, Max, Percentile
+from minifloat.calibration.rules import Delayed, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
@@ -18,7 +16,6 @@ from minifloat.numerics.histogram import count_magnitudes
 
 LAYER = "model.layers.0"
 EXPERTS = f"{LAYER}.mlp.experts"
-TINY = np.finfo(np.float32).tiny
 
 
 def seen(amax: list[float], tokens: int = 100) -> ModuleStats:
@@ -102,10 +99,8 @@ def test_an_expert_below_the_floor_keeps_its_own_amax_if_it_is_the_largest() -> 
     assert set(found.fallbacks) == {expert(1, "w2")}
 
 
-def test_the_expert_floor_is_an_option_and_applies_only_to_experts() -> None:
-    inputs = {expert(0, "w2"): seen([1], 5), expert(1, "w2"): seen([9], 10), f"{LAYER}.mlp.down_proj": seen([2], 1)}
-    assert set(activation_scales(make(inputs), min_tokens=6).fallbacks) == {expert(0, "w2")}
-    assert not activation_scales(make(inputs), min_tokens=5).fallbacks
+def test_the_floor_applies_only_to_experts() -> None:
+    assert not activation_scales(make({f"{LAYER}.mlp.down_proj": seen([2], 1)})).fallbacks
 
 
 def test_fused_projections_of_an_expert_share_after_the_fallback() -> None:
@@ -152,42 +147,19 @@ def test_modules_without_a_requested_scale_need_no_statistics() -> None:
     assert list(activation_scales(stats, modules=["alive"]).scales) == ["alive"]
 
 
-@given(st.lists(st.floats(2.0**-149, float(np.finfo(np.float32).max), width=32), min_size=1, max_size=5))
-@settings(deadline=None)
-def test_scales_are_positive_and_finite_for_any_amax(amax: list[float]) -> None:
-    for rule in (Max(), Delayed(1)):
-        scale = activation_scales(make({"m": seen(amax)}), rule).scales["m"]
-        assert scale >= TINY
-        assert np.isfinite(scale)
-
-
 # The KV cache
 
 
-def test_kv_scales_are_per_tensor_or_per_head() -> None:
+def test_kv_scales_are_per_tensor() -> None:
     stats = make({}, {"attn": heads([[1, 4], [2, 3]], [[8, 5], [6, 7]])})
     found = kv_scales(stats)["attn"]
     assert (found.k, found.v) == (np.float32(4) / np.float32(448), np.float32(8) / np.float32(448))
     assert found.k.shape == ()
-    per_head = kv_scales(stats, per_head=True)["attn"]
-    np.testing.assert_array_equal(per_head.k, np.array([2, 4], np.float32) / np.float32(448))
-    np.testing.assert_array_equal(per_head.v, np.array([8, 7], np.float32) / np.float32(448))
-    assert per_head.k.dtype == np.float32
 
 
 def test_kv_scales_follow_the_rule() -> None:
     stats = make({}, {"attn": heads([[9, 9], [2, 3]], [[9, 9], [6, 7]])})
     assert kv_scales(stats, Delayed(1))["attn"].k == np.float32(3) / np.float32(448)
-    np.testing.assert_array_equal(
-        kv_scales(stats, Delayed(1), per_head=True)["attn"].v, np.array([6, 7], np.float32) / np.float32(448)
-    )
-
-
-def test_a_head_of_zeros_takes_the_scale_of_its_tensor() -> None:
-    stats = make({}, {"attn": heads([[1, 0]], [[2, 3]])})
-    np.testing.assert_array_equal(
-        kv_scales(stats, per_head=True)["attn"].k, np.full(2, np.float32(1) / np.float32(448))
-    )
 
 
 @pytest.mark.parametrize("silent", [heads([[0, 0]], [[1, 1]]), heads([[1, 1]], [[0, 0]])])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,14 +81,6 @@ def test_a_bin_is_at_most_an_eighth_of_its_octave() -> None:
     assert (np.diff(normal) == 2.0 ** np.floor(np.log2(normal[:-1])) / 8).all()
 
 
-def test_the_bin_of_a_bf16_is_its_top_bits() -> None:
-    codes = np.arange(1 << 16, dtype=np.uint32)
-    values = (codes << 16).view(np.float32)
-    finite = np.isfinite(values)
-    expected = np.bincount((codes[finite] & 0x7FFF) >> 4, minlength=BINS)
-    np.testing.assert_array_equal(count_magnitudes(values[finite]), expected)
-
-
 # Validation of the arrays
 
 
@@ -153,15 +144,6 @@ def test_merging_appends_sequences_adds_histograms_and_takes_the_larger_channel(
     ]
 
 
-def test_sums_and_maxima_do_not_depend_on_the_order_of_a_merge() -> None:
-    a, b = make_stats(0), make_stats(1)
-    for name, one in a.merge(b).inputs.items():
-        two = b.merge(a).inputs[name]
-        assert (one.max, one.total_tokens) == (two.max, two.total_tokens)
-        np.testing.assert_array_equal(one.histogram, two.histogram)
-        np.testing.assert_array_equal(one.channel_amax, two.channel_amax)
-
-
 def other_model(stats: ActivationStats) -> ActivationStats:
     return replace(stats, model=replace(MODEL, weights="x" * 64))
 
@@ -205,17 +187,6 @@ def test_saved_statistics_are_loaded_bit_for_bit(stats: ActivationStats, tmp_pat
     loaded = read_stats(path)
     assert loaded == stats
     assert [p.name for p in tmp_path.iterdir()] == ["stats"]
-
-
-@given(st.lists(st.floats(0, float(np.finfo(np.float32).max), width=32), min_size=1, max_size=9))
-@settings(max_examples=30, deadline=None)
-def test_any_float32_survives_a_round_trip(values: list[float]) -> None:
-    amax = np.array(values, np.float32)
-    stats = ActivationStats(MODEL, len(amax), 1, {}, {"m": ModuleStats(amax, np.ones(len(amax), np.int64))})
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stats"
-        write_stats(stats, path)
-        assert read_stats(path).inputs["m"].amax.tobytes() == amax.tobytes()
 
 
 def test_equal_statistics_give_equal_bytes_whatever_the_order_of_the_modules(saved: Path, tmp_path: Path) -> None:
@@ -268,22 +239,6 @@ def test_any_flipped_bit_is_detected(saved: Path) -> None:
         saved.write_bytes(changed)
         with pytest.raises(CheckpointError):
             read_stats(saved)
-
-
-def test_any_replaced_byte_is_detected_or_has_no_effect(saved: Path) -> None:
-    original, expected = saved.read_bytes(), read_stats(saved)
-    rng = np.random.default_rng(1)
-    harmless = 0
-    for at in range(len(original)):
-        changed = bytearray(original)
-        changed[at] = rng.integers(256)
-        saved.write_bytes(changed)
-        try:
-            assert read_stats(saved) == expected
-            harmless += 1
-        except CheckpointError:
-            pass
-    assert harmless < len(original) / 50  # the random byte equals the original, or replaces white space in the padding
 
 
 def test_a_file_cut_anywhere_is_refused(saved: Path) -> None:

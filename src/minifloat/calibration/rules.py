@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from minifloat.calibration.stats import ModuleStats
 from minifloat.errors import UsageError, lookup
-from minifloat.numerics.formats import E4M3, FLOAT32, ElementFormat
+from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.histogram import BINS_PER_OCTAVE, Floats, bin_edges, count_magnitudes
 
 Doubles = npt.NDArray[np.float64]
@@ -27,8 +27,8 @@ class Rule(ABC):
     summary: ClassVar[str]
 
     @abstractmethod
-    def amax(self, module: ModuleStats, element: ElementFormat = E4M3) -> float:
-        """Return the magnitude that the largest value of `element` will represent; 0 if all elements were zero.
+    def amax(self, module: ModuleStats) -> float:
+        """Return the magnitude that the largest value of E4M3 will represent; 0 if all elements were zero.
 
         Raises:
             UsageError: The rule needs a histogram, and the statistics have none.
@@ -47,7 +47,7 @@ class HistoryRule(Rule):
     def running(self, amax: Floats) -> Doubles:
         """Return the amax by this rule after each sequence."""
 
-    def amax(self, module: ModuleStats, element: ElementFormat = E4M3) -> float:
+    def amax(self, module: ModuleStats) -> float:
         """Return the amax after the last sequence; sequences without a token for the module do not count."""
         observed = module.amax[module.tokens > 0]
         return float(self.running(observed)[-1]) if len(observed) else 0.0
@@ -98,12 +98,12 @@ class Delayed(HistoryRule):
 class HistogramRule(Rule):
     """A rule that needs the histogram of magnitudes."""
 
-    def amax(self, module: ModuleStats, element: ElementFormat = E4M3) -> float:
+    def amax(self, module: ModuleStats) -> float:
         """Return the result of `clip`, or 0 if all elements were zero."""
-        return self.clip(module, element) if module.require_histogram(f"rule {self.name}")[1:].any() else 0.0
+        return self.clip(module) if module.require_histogram(f"rule {self.name}")[1:].any() else 0.0
 
     @abstractmethod
-    def clip(self, module: ModuleStats, element: ElementFormat) -> float:
+    def clip(self, module: ModuleStats) -> float:
         """Return the amax of a module with at least one element that is not zero."""
 
 
@@ -119,7 +119,7 @@ class Percentile(HistogramRule):
     def __post_init__(self) -> None:
         _require("percentile", self.percentile, 0.0 < self.percentile <= 100.0, "above 0 and at most 100")
 
-    def clip(self, module: ModuleStats, element: ElementFormat) -> float:
+    def clip(self, module: ModuleStats) -> float:
         # Zeros do not count: an input that is mostly zero, as after ReLU, would have a percentile of zero.
         counts = module.require_histogram(self.name)[1:]
         edges = bin_edges()[1:]
@@ -142,17 +142,17 @@ class MeanSquaredError(HistogramRule):
     def __post_init__(self) -> None:
         _require("octaves", self.octaves, self.octaves >= 1, "at least 1")
 
-    def clip(self, module: ModuleStats, element: ElementFormat) -> float:
+    def clip(self, module: ModuleStats) -> float:
         """Return the candidate with the smallest error."""
         edges = bin_edges()[1:]
         below = edges[edges < module.max][-self.octaves * BINS_PER_OCTAVE :]
         candidates = np.concatenate([[module.max], below[::-1]])
-        errors = expected_squared_error(module, to_scale(candidates, element), element)
+        errors = expected_squared_error(module, to_scale(candidates))
         # Candidates fall: of those with equal errors the largest wins.
         return float(candidates[np.argmin(errors)])
 
 
-def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike, element: ElementFormat = E4M3) -> Doubles:
+def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike) -> Doubles:
     """Return the mean of ``(x - dequantize(quantize(x)))**2`` over the elements of a histogram, for each scale."""
     histogram = module.require_histogram("the squared error")
     known = module.amax[module.amax > 0]
@@ -164,7 +164,7 @@ def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike, element: 
     # it.
     # The largest magnitude may be the lower edge of its bin: keep the bin wider than a point, which has no average.
     upper = np.maximum(np.minimum(edges[used + 1], module.max), lower * (1 + 2.0**-20))
-    grid = np.array(element.values[: element.max_code + 1])
+    grid = np.array(E4M3.values[: E4M3.max_code + 1])
     scale = np.asarray(scales, np.float64)[..., None]
     integral = _error_integral(upper / scale, grid) - _error_integral(lower / scale, grid)
     spread = np.maximum(integral * scale / (upper - lower), 0.0) @ others[used]
@@ -217,10 +217,10 @@ def parse_rule(text: str) -> Rule:
     return rule(**options)
 
 
-def to_scale(amax: npt.ArrayLike, element: ElementFormat = E4M3) -> Floats:
-    """Return the scale with which `element`'s largest value decodes to `amax`: ``amax / element.max`` in float32."""
+def to_scale(amax: npt.ArrayLike) -> Floats:
+    """Return the scale with which E4M3's largest value decodes to `amax`: ``amax / E4M3.max`` in float32."""
     rounded = np.minimum(np.asarray(amax, np.float64), FLOAT32.max).astype(np.float32)
-    return np.asarray(np.maximum(rounded / np.float32(element.max), np.float32(FLOAT32.min_normal)))
+    return np.asarray(np.maximum(rounded / np.float32(E4M3.max), np.float32(FLOAT32.min_normal)))
 
 
 def _require(option: str, value: object, valid: bool, expected: str) -> None:

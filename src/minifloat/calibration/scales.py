@@ -36,7 +36,7 @@ class StaticScales:
 
 
 class KVScales(NamedTuple):
-    """The scales of one attention's cache: float32, `()` or `[num_kv_heads]`."""
+    """The scales of one attention's cache, float32 `()`."""
 
     k: Floats
     v: Floats
@@ -54,28 +54,24 @@ def activation_scales(
     rule: Rule = DEFAULT_RULE,
     *,
     modules: Iterable[str] | None = None,
-    min_tokens: int = DEFAULT_MIN_TOKENS,
-    element: ElementFormat = E4M3,
     group_of: Callable[[str], str] = fused_group,
 ) -> StaticScales:
     """Return one scale for the input of each module."""
     selected = _select(stats.inputs, modules)
-    amax = {name: rule.amax(module, element) for name, module in selected.items()}
+    amax = {name: rule.amax(module) for name, module in selected.items()}
     starved = {
         name: module.total_tokens
         for name, module in selected.items()
-        if expert_group(name) and module.total_tokens < min_tokens
+        if expert_group(name) and module.total_tokens < DEFAULT_MIN_TOKENS
     }
     largest = _largest(amax, {name: _expert_projection(name) for name in amax})
     amax |= {name: largest[_expert_projection(name)] for name in starved}
     _require_nonzero(amax, selected)
     shared = _largest(amax, {name: group_of(name) for name in amax})
     amax = {name: shared[group_of(name)] for name in amax}
-    fallbacks = {
-        name: f"saw {tokens} tokens, fewer than {min_tokens}: takes the largest amax among the experts of its layer"
-        for name, tokens in starved.items()
-    }
-    return StaticScales({name: np.float32(to_scale(value, element)) for name, value in amax.items()}, amax, fallbacks)
+    few = f"fewer than {DEFAULT_MIN_TOKENS}: takes the largest amax among the experts of its layer"
+    fallbacks = {name: f"saw {tokens} tokens, {few}" for name, tokens in starved.items()}
+    return StaticScales({name: np.float32(to_scale(value)) for name, value in amax.items()}, amax, fallbacks)
 
 
 def kv_scales(
@@ -83,8 +79,6 @@ def kv_scales(
     rule: Rule = DEFAULT_RULE,
     *,
     modules: Iterable[str] | None = None,
-    per_head: bool = False,
-    element: ElementFormat = E4M3,
 ) -> dict[str, KVScales]:
     """Return the scales of K and V of each attention."""
     if not isinstance(rule, HistoryRule):
@@ -95,10 +89,7 @@ def kv_scales(
         raise NotCalibratedError(all_zero, "calibration saw no K or V but zeros; calibrate on text that reaches them")
 
     def scale(amax: Floats) -> Floats:
-        if not per_head:
-            return to_scale(rule.running(amax.max(axis=1))[-1], element)
-        heads = rule.running(amax)[-1]
-        return to_scale(np.where(heads > 0, heads, heads.max()), element)
+        return to_scale(rule.running(amax.max(axis=1))[-1])
 
     return {name: KVScales(scale(kv.k_amax), scale(kv.v_amax)) for name, kv in selected.items()}
 
@@ -187,18 +178,11 @@ class ConvergenceReport:
         return tuple(sorted(changes, key=lambda name: -changes[name]))
 
 
-def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE, element: ElementFormat = E4M3) -> Floats:
+def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE) -> Floats:
     """Return the scale after each sequence."""
     if not isinstance(rule, HistoryRule):
         raise UsageError(f"rule {rule.name}: has no value per sequence; judge convergence by max")
-    return to_scale(rule.running(amax), element)
-
-
-def settled(
-    trajectory: npt.NDArray[np.floating], tolerance: float = DEFAULT_TOLERANCE, window: int = DEFAULT_WINDOW
-) -> bool:
-    """Return whether the scale stayed within `tolerance` of its final value over the last `window` sequences."""
-    return _convergence(trajectory, tolerance, window).settled
+    return to_scale(rule.running(amax))
 
 
 def convergence_report(
