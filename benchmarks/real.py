@@ -1,13 +1,15 @@
-"""Take a real model through every scheme, without and with data: the table of schemes of the README.
+"""Take a real model through every scheme, without and with data, and through budgets of bits: tables for the documents.
 
     python benchmarks/real.py quality MODEL RESULTS.json --folder DIR --data A.txt --data B.txt --data C.txt
+    python benchmarks/real.py curve MODEL RESULTS.json --folder DIR --data A.txt --data B.txt --data C.txt
     python benchmarks/real.py speed MODEL RESULTS.json --folder DIR
     python benchmarks/real.py table RESULTS.json
 
 Every step is a command of minifloat in a process of its own, as a user would run it, and is stored under RESULTS: a
 second call goes on with what is missing. ``quality`` quantizes (nearest, then `--data self`; schemes with static scales
 take their calibration from the same text) and compares on texts that no calibration has seen, 6,000 tokens of each.
-``speed`` decodes at batch 1 and 8 beside the original, and wants a quiet machine. Outputs stay in the folder.
+``curve`` does the same with `--target-bits`, and says which is the smallest output that passes. ``speed`` decodes at
+batch 1 and 8 beside the original, and wants a quiet machine. Outputs stay in the folder.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from minifloat.numerics.scheme import SCHEMES, get_scheme
 
 DEFAULT = "(default)"  # no --scheme: what `quantize MODEL OUT` chooses
 CHOICES = ("nearest", "self")
+BUDGETS = (4.25, 4.5, 5, 5.5, 6, 6.5, 7, 8.25)
 BATCHES = (1, 8)
 
 
@@ -42,17 +46,20 @@ def run(*words: str) -> tuple[dict[str, Any], float]:
     return value, seconds
 
 
-def quantize(model: Path, out: Path, scheme: str, choice: str) -> dict[str, Any]:
-    """Write the model in a scheme, and return the bytes, bits, seconds and what was said, or the refusal."""
-    words = ["quantize", str(model), str(out), "--overwrite"]
-    activation = None
-    if scheme != DEFAULT:
-        words += ["--scheme", scheme]
-        activation = get_scheme(scheme).activation
+def recipe(scheme: str, choice: str) -> list[str]:
+    """Return the options that write a model in a scheme with codes of one choice."""
+    options = [] if scheme == DEFAULT else ["--scheme", scheme]
     if choice == "self":
-        words += ["--data", "self"]
-    elif activation is not None and activation.needs_calibration:
-        words += ["--calibration", "self", "--calibration-samples", "64"]
+        return [*options, "--data", "self"]
+    activation = None if scheme == DEFAULT else get_scheme(scheme).activation
+    if activation is not None and activation.needs_calibration:
+        options += ["--calibration", "self", "--calibration-samples", "64"]
+    return options
+
+
+def quantize(model: Path, out: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Write the model with some options, and return the bytes, bits, seconds and what was said, or the refusal."""
+    words = ["quantize", str(model), str(out), "--overwrite", *options]
     found, seconds = run(*words)
     record: dict[str, Any] = {"command": shlex.join(["minifloat", *words[:1], "MODEL", "OUT", *words[4:]])}
     if "refused" in found:
@@ -60,6 +67,8 @@ def quantize(model: Path, out: Path, scheme: str, choice: str) -> dict[str, Any]
     quantized = [tensor for tensor in found["tensors"] if tensor["action"] == "quantized"]
     elements = sum(tensor["stats"]["elements"] for tensor in quantized)
     bits = 8 * sum(tensor["output_bytes"] for tensor in quantized) / elements
+    if (budget := found.get("rounding", {}).get("budget")) is not None:
+        bits = budget["bits_per_weight"]
     return record | {
         "seconds": seconds,
         "bytes": found["bytes"],
@@ -136,14 +145,16 @@ def main() -> None:
 
 
 schemes_option = click.option("--scheme", "schemes", multiple=True, default=(DEFAULT, *SCHEMES), help="Repeatable.")
+texts_option = click.option("--data", "texts", multiple=True, required=True, help="Text to judge on.")
+max_tokens_option = click.option("--max-tokens", default=6000, show_default=True, help="Tokens of each text.")
 folder_option = click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where outputs stay.")
 
 
 @main.command("quality")
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.argument("results", type=click.Path(path_type=Path))
-@click.option("--data", "texts", multiple=True, required=True, help="Text to judge on.")
-@click.option("--max-tokens", default=6000, show_default=True, help="Tokens of each text.")
+@texts_option
+@max_tokens_option
 @click.option("--choice", "choices", multiple=True, default=CHOICES, type=click.Choice(CHOICES))
 @schemes_option
 @folder_option
@@ -161,13 +172,45 @@ def measure_quality(
     for choice in choices:
         for scheme in schemes:
             cell, out = f"{scheme} {choice}", folder / f"{scheme.strip('()')}-{choice}"
-            known = load(results)["cells"].get(cell, {})
-            if "quantize" not in known or not (out.exists() or "refused" in known["quantize"]):
-                store(results, cell, "quantize", quantize(model, out, scheme, choice))
-                known = load(results)["cells"][cell]
-            if "refused" not in known["quantize"] and "compare" not in known:
-                store(results, cell, "compare", compare(model, out, texts, max_tokens))
-            click.echo(_row(cell, load(results)["cells"][cell]))
+            measure(model, results, cell, out, recipe(scheme, choice), texts, max_tokens)
+
+
+@main.command("curve")
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.argument("results", type=click.Path(path_type=Path))
+@texts_option
+@max_tokens_option
+@click.option("--bits", "budgets", multiple=True, type=float, default=BUDGETS, help="Bits per weight. Repeatable.")
+@folder_option
+def measure_curve(
+    model: Path, results: Path, texts: tuple[str, ...], max_tokens: int, budgets: tuple[float, ...], folder: Path
+) -> None:
+    """Quantize and compare within bits per weight what RESULTS lacks, and say which output that passes is smallest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    passed = []
+    for budget in budgets:
+        options = ["--data", "self", "--target-bits", f"{budget:g}"]
+        known = measure(
+            model, results, f"{budget:g}-bits self", folder / f"{budget:g}-bits", options, texts, max_tokens
+        )
+        if known.get("compare", {}).get("verdict") == "passed":
+            passed.append(known["quantize"]["bits"])
+    click.echo(f"smallest that passes: {min(passed):.3f} bits per weight" if passed else "none passes")
+
+
+def measure(
+    model: Path, results: Path, cell: str, out: Path, options: list[str], texts: tuple[str, ...], max_tokens: int
+) -> dict[str, Any]:
+    """Quantize and compare, as far as the results lack it, and return what they have of this cell."""
+    known = load(results)["cells"].get(cell, {})
+    if "quantize" not in known or not (out.exists() or "refused" in known["quantize"]):
+        store(results, cell, "quantize", quantize(model, out, options))
+        known = load(results)["cells"][cell]
+    if "refused" not in known["quantize"] and "compare" not in known:
+        store(results, cell, "compare", compare(model, out, texts, max_tokens))
+        known = load(results)["cells"][cell]
+    click.echo(_row(cell, known))
+    return known
 
 
 @main.command("speed")
@@ -204,7 +247,9 @@ def _row(cell: str, known: dict[str, Any], full: str | None = None) -> str:
     made = known["quantize"]
     if "refused" in made:
         return f"| {scheme} | {choice} | refused: {made['refused']} |"
-    name = f"{made['scheme']} (no --scheme)" if scheme == DEFAULT else scheme
+    name = {DEFAULT: f"{made['scheme']} (no --scheme)"}.get(scheme, scheme)
+    if scheme.endswith("-bits"):
+        name = f"{scheme.removesuffix('-bits')}: {made['bits']:.3f} bits"
     size = made["bytes"]
     row = [name, choice, f"{size['output'] / 1e6:.0f} MB ({size['source'] / size['output']:.2f}x)"]
     judged = known.get("compare", {})
