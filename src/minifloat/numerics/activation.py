@@ -60,7 +60,7 @@ def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = 
     check_activation(spec, scale)
     shape = _token_shape(x)
     tokens = x.reshape(shape).float()
-    grid = _scales(tokens, spec, scale)
+    grid = input_scales(tokens, spec, scale)
     quotient = tokens / expand(grid, spec.granularity, shape)
     if spec.element.nan_code is None:
         quotient = torch.where(quotient.isnan(), 0.0, quotient)  # the scale is NaN
@@ -74,8 +74,8 @@ def dequantize_activation(codes: Tensor, scale: Tensor, spec: ActivationSpec) ->
     return values.mul_(expand(scale, spec.granularity, shape)).reshape(codes.shape)
 
 
-def _scales(tokens: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
-    """Return the float32 scale grid of tokens ``[M, K]`` (float32)."""
+def input_scales(tokens: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
+    """Return the float32 scale grid of tokens, float32 ``[M, K]``; arguments as of `quantize_activation`."""
     if scale is not None:
         scale = scale.to(tokens.device, torch.float32)
     if scale is not None and not spec.has_global_scale:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.rounding import stage_inputs
 from minifloat.quantize.rounding.damage import token_divergence
 from minifloat.quantize.rounding.input_walk import Stream, measured_losses
 from minifloat.quantize.rounding.methods import Grid, RoundingOptions
@@ -47,7 +49,11 @@ def round_inputs(model: PreTrainedModel, modules: Iterable[str]) -> None:
         model.get_submodule(module).register_forward_pre_hook(hook)
 
 
-def test_each_loss_is_that_of_a_whole_model(make_llama: MakeModel, tmp_path: Path) -> None:
+def test_each_loss_is_that_of_a_whole_model(
+    make_llama: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded = Mock(side_effect=stage_inputs.round_inputs)
+    monkeypatch.setattr(stage_inputs, "round_inputs", rounded)
     folder = make_llama(tmp_path / "llama", dtype="float32")
     generator = random.Random(0)
     text = CalibrationSet(tuple(tuple(generator.randrange(256) for _ in range(32)) for _ in range(4)))
@@ -63,6 +69,7 @@ def test_each_loss_is_that_of_a_whole_model(make_llama: MakeModel, tmp_path: Pat
         with measured_losses(checkpoint, plan, text, streams, RoundingOptions(), tmp_path / "work") as found:
             assert (tmp_path / "work").exists()
     assert not (tmp_path / "work").exists()
+    assert rounded.call_count == (2 * 4 + 1) * len(text.sequences)  # in two layers q/k/v, o, gate/up, down; down alone
     assert found.keys() == {"all", "down", "weights"}
     original, down, nearest = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(3))
     round_inputs(down, DOWN)

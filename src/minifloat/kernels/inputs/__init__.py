@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,13 @@ from minifloat.numerics.activation import (
     check_activation,
     dequantize_activation,
     describe_activation,
+    input_scales,
     quantize_activation,
 )
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scale_rules import expand
 from minifloat.numerics.scheme import ActivationSpec
 
 
@@ -28,7 +32,7 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
         raise ShapeError("x", "expected [..., K], got a scalar")
     reason = "" if impl == "reference" else _why_not_native(x, spec, scale)
     if native.runs("round_inputs", impl, reason):
-        return _round_native(x, spec, scale)
+        return _round_native(x, spec, scale) if spec.scale is FLOAT32 else _round_elements(x, spec, scale)
     return _round_in_torch(x, spec, scale)
 
 
@@ -74,12 +78,18 @@ def _why_not_triton(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> st
 
 
 def _why_not_native(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
-    if spec.scale is not FLOAT32:
-        return f"it computes float32 scales, not {spec.scale.name} scales"
     reason = _why_plain_torch(x, scale)
     if not reason and not has_kernel(x):
         return f"it takes bfloat16, float16 and float32 on the CPU, got {x.dtype} on {x.device}"
     return reason or ("" if native.load() is not None else native.why_unavailable())
+
+
+def _round_elements(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
+    """Round with scales of torch, which the library does not compute, and elements of the library."""
+    tokens = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
+    scales = expand(input_scales(tokens, spec, scale), spec.granularity, (tokens.shape[0], tokens.shape[1]))
+    unscaled = ActivationSpec(spec.element, TENSOR, dynamic=False)
+    return _round_native(tokens / scales, unscaled, torch.ones(())).mul_(scales).reshape(x.shape)
 
 
 def _round_native(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:

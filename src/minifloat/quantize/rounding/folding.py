@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError
+from minifloat.kernels.inputs import round_inputs
 from minifloat.model.architecture.folding import FoldSite
-from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scale_rules import amax, float_scales, global_divisor
@@ -82,8 +82,7 @@ class OutputLoss:
         assert self.activation is not None
         scale = powers_of_two(exponents)
         static = self._static_scale(amax(self.inputs / scale, TENSOR)) if self.activation.needs_calibration else None
-        codes, grid = quantize_activation(inputs / scale, self.activation, static)
-        return dequantize_activation(codes, grid, self.activation).mul_(scale)
+        return round_inputs(inputs / scale, self.activation, static).mul_(scale)
 
     def _static_scale(self, inputs_amax: Tensor) -> Tensor:
         """Return the static scale, or NVFP4's divisor, of inputs with this amax."""

@@ -15,9 +15,9 @@ from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.calibration.sites import Record, inner_inputs, watch_experts
 from minifloat.errors import NonFiniteError
+from minifloat.kernels.inputs import round_inputs
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.model.runtime.names import replace_forward
-from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.scale_rules import float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.quantize.rounding.stages import Stage, on_input, on_output
@@ -275,8 +275,7 @@ class InputQuantizer:
         spec = self._specs.get(number)
         if spec is None or not inputs.numel():
             return inputs
-        codes, grid = quantize_activation(inputs, spec, self._scale(spec, number, expert))
-        return dequantize_activation(codes, grid, spec).to(inputs.dtype)
+        return round_inputs(inputs, spec, self._scale(spec, number, expert)).to(inputs.dtype)
 
     @contextmanager
     def applied(self, numbers: Container[int] | None = None) -> Iterator[None]:
@@ -286,9 +285,10 @@ class InputQuantizer:
                 if number not in self._specs or (numbers is not None and number not in numbers):
                     continue
                 if stage.outer is None:
+                    last: list[Tensor] = []
                     for path in stage.paths:
                         module = self._model.get_submodule(path)
-                        hook = module.register_forward_pre_hook(partial(self._replace, number), with_kwargs=True)
+                        hook = module.register_forward_pre_hook(partial(self._replace, number, last), with_kwargs=True)
                         stack.callback(hook.remove)
                 elif stage.outer:
                     module = self._model.get_submodule(stage.path)
@@ -300,12 +300,14 @@ class InputQuantizer:
         return self.quantize(outer_number if outer else outer_number - 1, expert, inputs)
 
     def _replace(
-        self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, number: int, last: list[Tensor], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self.quantize(number, 0, args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: self.quantize(number, 0, kwargs[name])}
+        """Round the input of a linear; `last` keeps the input and the result for others that read the same tensor."""
+        name = "" if args else next(iter(kwargs))
+        inputs = kwargs[name] if name else args[0]
+        if not last or last[0] is not inputs:
+            last[:] = inputs, self.quantize(number, 0, inputs)
+        return (args, {**kwargs, name: last[1]}) if name else ((last[1], *args[1:]), kwargs)
 
     def _scale(self, spec: ActivationSpec, number: int, expert: int) -> Tensor | None:
         """Return the static scale, or the divisor, of an input; None if the format has none."""
