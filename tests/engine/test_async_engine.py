@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from minifloat.engine import AsyncEngine, Delivery, Engine, EngineOptions, Request, SamplingParams
-from minifloat.errors import ContextLengthError, EngineStopped, QueueFull
+from minifloat.engine import AsyncEngine, Delivery, Engine, EngineOptions, Grammar, Request, SamplingParams
+from minifloat.engine.grammar import Grammars
+from minifloat.errors import ContextLengthError, EngineStopped, QueueFull, UsageError
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -156,6 +157,39 @@ def test_generate_streams_and_closing_it_cancels(engine: Engine) -> None:
             assert engine.kv_usage == 0.0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("schema", [{"const": True}, {"$ref": "#"}], ids=["valid", "impossible"])
+def test_a_prompt_is_computed_while_its_grammar_is_compiled(
+    engine: Engine, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, compile, step, compiled = threading.Event(), Grammars._compile, engine.step, []
+
+    def compile_late(grammars: Grammars, *arguments: Any) -> None:
+        compiled.append(computed.wait(30))
+        compile(grammars, *arguments)
+
+    def step_and_tell() -> list[Delivery]:
+        deliveries = step()
+        computed.set()
+        return deliveries
+
+    monkeypatch.setattr(Grammars, "_compile", compile_late)
+    monkeypatch.setattr(engine, "step", step_and_tell)
+    params = SamplingParams(temperature=0.0, max_tokens=8, grammar=Grammar.json_schema(schema))
+
+    async def body(served: AsyncEngine) -> None:
+        for name in ("first turn", "second turn"):
+            if "const" in schema:
+                assert (await whole(await served.submit(Request(name, (1, 2, 3), params)))).text == "true"
+            else:
+                with pytest.raises(UsageError, match="no text follows this grammar"):
+                    await served.submit(Request(name, (1, 2, 3), params))
+        plain = await whole(await served.submit(Request("plain", (1, 2), PARAMS)))
+        assert (plain.finish_reason, served.waiting, engine.kv_usage) == ("length", 0, 0.0)
+
+    run(engine, body)
+    assert compiled == [True] * (1 if "const" in schema else 2), "a grammar that was compiled is kept for the next turn"
 
 
 def test_no_thread_is_left(engine: Engine) -> None:

@@ -137,6 +137,19 @@ def test_only_a_task_that_takes_long_gets_a_lower_priority(case: Case, monkeypat
         assert allowed(state, case.vocab)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_tokens_before_the_end_of_a_long_compilation_are_taken_in(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    grammars = case.grammars(long_seconds=0.0)
+    grammars.prepare()
+    with grammars._answers:  # which the compilation needs at its end
+        state = grammars.begin(pattern("ab"))
+        state.add(case.tokens('"')[-1])
+        while not state.compiled.worker.lowered:
+            grammars.lower_long()
+    assert allowed(state, case.vocab) == [case.tokens("a")[-1]]
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_are_bounded_in_time_and_memory_and_hold_up_no_other_thread(case: Case, name: str) -> None:
     delays = []

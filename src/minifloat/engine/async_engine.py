@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from minifloat.engine.engine import Engine
+from minifloat.engine.grammar import GrammarState
 from minifloat.engine.sampling import SamplingParams
 from minifloat.engine.sequence import Delivery, Request, Sequence
 from minifloat.errors import EngineStopped, KernelUnavailable, QueueFull, UsageError
@@ -145,26 +146,27 @@ class AsyncEngine:
         added: Future[None] = Future()
         self._streams[request.request_id] = stream
         try:
-            sequence = await self._begin(request)
+            sequence, grammar = await self._begin(request)
             self._commands.put(("add", sequence, added))
             if self._ended:
                 self._refuse_commands()
             await asyncio.wrap_future(added)
-        except BaseException:  # the command was refused, or the caller was cancelled meanwhile
+            if grammar is not None:
+                await asyncio.wrap_future(grammar.ready)  # the prompt is computed meanwhile
+        except BaseException:  # the command was refused, no grammar came of it, or the caller was cancelled meanwhile
             self._streams.pop(request.request_id, None)
             self.cancel(request.request_id)
             raise
         return stream
 
-    async def _begin(self, request: Request) -> Sequence:
-        """Return the sequence of a request, when its grammar is compiled."""
+    async def _begin(self, request: Request) -> tuple[Sequence, GrammarState | None]:
+        """Return the sequence of a request, and the state of its grammar, which is compiled from now on."""
         if request.params.grammar is None:
-            return self.engine.begin(request)
+            return self.engine.begin(request), None
         await asyncio.to_thread(self.engine.prepare_grammars)
         grammar = self.engine.compile(request.params.grammar)
         try:
-            await asyncio.wrap_future(grammar.ready)
-            return self.engine.begin(request, grammar)
+            return self.engine.begin(request, grammar), grammar
         except BaseException:
             grammar.close()
             raise

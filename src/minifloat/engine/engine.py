@@ -233,11 +233,11 @@ class Engine:
 
         Args:
             request: The request.
-            grammar: What `compile` has returned for the grammar of the request, when it is ready; None: this function
-                compiles the grammar, and waits for it.
+            grammar: What `compile` has returned for the grammar of the request, which ends with an error if no grammar
+                comes of it; None: this function compiles the grammar, and waits for it.
 
         Raises:
-            UsageError: If the request can never run (`check`), or its grammar cannot be used.
+            UsageError: If the request can never run (`check`), or the grammar that was waited for cannot be used.
             QueueFull: As `compile`.
             KernelUnavailable: As `compile`.
         """

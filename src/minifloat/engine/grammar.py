@@ -379,7 +379,8 @@ class Grammars:
         with self._answers:
             if compiled.ready.done():
                 return  # closed meanwhile
-            if compiled.worker.lowered:  # the tokens take as long as those of any grammar
+            # its tokens take as long as those of any grammar; forced ones may wait in this worker already
+            if compiled.worker.lowered and not any(state.length for state in compiled.states):
                 compiled.worker.close()
                 compiled.worker = _Worker()
             compiled.first, compiled.first_mask = first, mask
