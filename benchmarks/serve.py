@@ -141,6 +141,8 @@ class Server:
 
 def _says(choice: dict[str, Any]) -> bool:
     """Return whether an event has something new; the first one of a chat comes before the first token."""
+    if "token_ids" in choice:  # the frame of a call has tokens and no text
+        return bool(choice["token_ids"])
     delta = choice.get("delta")
     return delta is None or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
