@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from minifloat.evaluate.compare import figures, words
 from minifloat.evaluate.compare.behavior import AnswerPair, Behavior
@@ -28,6 +29,7 @@ _WORST_MODULES = 3  #: modules that a terminal names
 _SHOWN = 5  #: tokens that are not folded
 _CONTEXT, _CARD_CONTEXT, _TOKEN, _CONTINUATION = 240, 40, 40, 1500  #: largest numbers of characters
 
+_Part = TypeVar("_Part")
 #: A column of a table of texts.
 _Quantity = tuple[str, Callable[[Summary], doc.Cell]]
 _TOKENS: _Quantity = ("tokens", lambda summary: f"{summary.tokens:,}")
@@ -274,6 +276,14 @@ def _headed(comparison: Comparison, names: Sequence[str]) -> Iterator[tuple[str,
     yield from zip(names if len(names) > 1 else [""], comparison.candidates, strict=True)
 
 
+def _measured(
+    comparison: Comparison, names: Sequence[str], part: Callable[[CandidateResult], _Part | None]
+) -> list[tuple[str, str, _Part]]:
+    """Return the name and the heading of each candidate of which a part was measured, and that part."""
+    headed = zip(names, _headed(comparison, names), strict=True)
+    return [(name, heading, found) for name, (heading, each) in headed if (found := part(each)) is not None]
+
+
 def _positions(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     parts = [
         doc.section(
@@ -303,8 +313,7 @@ def _position_table(positions: Positions, units: str = "units") -> doc.Table:
 
 
 def _behavior(comparison: Comparison, names: Sequence[str]) -> doc.Section:
-    headed = zip(names, _headed(comparison, names), strict=True)
-    found = [(name, heading, c.behavior) for name, (heading, c) in headed if c.behavior is not None]
+    found = _measured(comparison, names, lambda candidate: candidate.behavior)
     if not found:
         return doc.section("")
     note = (
@@ -391,8 +400,7 @@ def _task_cells(task: TaskDifference) -> list[doc.Cell]:
 
 
 def _generation(comparison: Comparison, names: Sequence[str]) -> doc.Section:
-    headed = zip(names, _headed(comparison, names), strict=True)
-    found = [(name, heading, c.generation) for name, (heading, c) in headed if c.generation is not None]
+    found = _measured(comparison, names, lambda candidate: candidate.generation)
     if not found:
         return doc.section("")
     note = (
