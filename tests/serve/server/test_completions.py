@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -387,6 +388,33 @@ def test_an_answer_longer_than_the_context_is_refused_with_what_is_left(client: 
     refused = client.complete("x" * 500, max_tokens=13).error["message"]
     assert "500 tokens of the prompt and 13 of the answer do not fit the context of 512; ask for at most 12" in refused
     assert client.complete("x" * 500, max_tokens=12, ignore_eos=True).json["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("of_chat", [False, True])
+def test_log_probabilities_of_all_answers_together_are_bounded(
+    client: Client, monkeypatch: pytest.MonkeyPatch, of_chat: bool, stream: bool
+) -> None:
+    monkeypatch.setattr("minifloat.serve.api.sampling.MAX_LOGPROBS", 24)
+    of_each: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if of_chat else {"logprobs": 1}
+    ask = functools.partial(client.chat if of_chat else client.complete, n=2, ignore_eos=True, stream=stream, **of_each)
+    answer = ask(max_tokens=None)
+    pieces = answer.events if stream else [answer.json]
+    choices = [choice for piece in pieces for choice in piece["choices"] if choice["logprobs"]]
+    assert sum(len(choice["logprobs"]["content" if of_chat else "tokens"]) for choice in choices) == 12
+    refused = ask(max_tokens=7)
+    assert (refused.status, refused.error["param"]) == (400, "max_tokens")
+    assert "2 answers may have 6 tokens each" in refused.error["message"]
+    assert ask(max_tokens=6).status == 200
+
+
+def test_an_answer_with_log_probabilities_or_tokens_has_no_other_field_more(client: Client) -> None:
+    (plain,), (scored,), (with_ids,) = (
+        client.chat("hi", max_tokens=2, **fields).json["choices"]
+        for fields in ({}, {"logprobs": True}, {"return_token_ids": True})
+    )
+    assert scored.keys() == plain.keys() == with_ids.keys() - {"token_ids"}
+    assert scored["message"] == plain["message"] == with_ids["message"]
 
 
 def test_a_completion_without_max_tokens_has_16_and_a_chat_goes_to_the_end_of_the_context(client: Client) -> None:

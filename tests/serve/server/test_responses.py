@@ -393,7 +393,7 @@ def test_log_probabilities_are_those_of_the_text(
 def test_log_probabilities_are_asked_for_and_bounded(
     fields: dict[str, Any], alternatives: int | None, tokens: int | None
 ) -> None:
-    sampling = request(**fields).sampling()
+    sampling = request(**fields).sampling().bounded(1)
     assert (sampling.logprobs, sampling.max_tokens) == (alternatives, tokens)
 
 

@@ -10,8 +10,10 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fastapi import Request as HTTPRequest
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from minifloat.engine import TokenUsage
@@ -72,7 +74,7 @@ async def respond(
         async with asyncio.timeout(seconds):
             answers = await unless_disconnected(caller.receive, _collected(pieces, len(parsers)))
         usage = total_usage(answers, sampling.n)
-        if sampling.returns_ids or any(answer.prompt_logprobs for answer in answers):
+        if sampling.returns_ids or sampling.logprobs is not None:
             return await asyncio.to_thread(_large, writer, answers, usage)
         return JSONResponse(writer.answer(answers, usage).model_dump(exclude_unset=True))
     except TimeoutError:
@@ -87,8 +89,13 @@ def _large(writer: Writer, answers: Sequence[CollectedAnswer], usage: TokenUsage
     """Return a whole answer that may take a second to write; other threads can run meanwhile."""
     # `model_dump` and `json.dumps` are single calls, during which no other Python code runs
     body = writer.answer(answers, usage)
-    pieces = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict).iterencode(body)
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_set_fields)
+    pieces = encoder.iterencode(body)
     return Response("".join(pieces).encode(), media_type="application/json")
+
+
+def _set_fields(body: BaseModel) -> dict[str, Any]:
+    return {name: value for name, value in body if name in body.model_fields_set}
 
 
 async def _pieces(

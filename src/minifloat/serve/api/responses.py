@@ -51,8 +51,6 @@ from minifloat.serve.server.openapi import streamed_events
 from minifloat.serve.server.service import BoundedRoute, require_json, service_of
 
 _LOGPROBS = "message.output_text.logprobs"
-#: Log-probabilities in an answer, those of alternatives included: streams repeat them when a text ends.
-MAX_LOGPROBS = 1 << 16
 #: A conversation has several items for each message of a chat.
 MAX_ITEMS = 4 * MAX_MESSAGES
 #: What the thinking in `encrypted_content` begins with. It is text in base64, and no secret.
@@ -525,17 +523,13 @@ class ResponsesRequest(Strict):
                 return ToolChoice(mode)
 
     def sampling(self) -> Sampling:
-        limit, alternatives = self.max_output_tokens, None
-        if self.top_logprobs or _LOGPROBS in (self.include or ()):
-            alternatives = self.top_logprobs or 0
-            most = MAX_LOGPROBS // (1 + alternatives)
-            limit = most if limit is None else min(limit, most)
+        wanted = self.top_logprobs or _LOGPROBS in (self.include or ())
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            max_tokens=limit,
+            max_tokens=self.max_output_tokens,
             must_fit=False,
-            logprobs=alternatives,
+            logprobs=(self.top_logprobs or 0) if wanted else None,
         )
 
 

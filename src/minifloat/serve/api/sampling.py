@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minifloat.engine import Grammar, SamplingParams, Thinking
@@ -11,6 +11,9 @@ from minifloat.engine.sampling import MODEL_DEFAULTS
 from minifloat.errors import UsageError
 
 _SEEDS = 2**64
+#: Log-probabilities of the tokens of all answers to a request, those of alternatives included, which are kept until
+#: the last is written: about 30 MB.
+MAX_LOGPROBS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,22 @@ class Sampling:
     returns_ids: bool = False
     cache_salt: str = ""
     priority: int = 0
+
+    def bounded(self, prompts: int) -> Sampling:
+        """Return the form in which the answers to some prompts have at most `MAX_LOGPROBS` log-probabilities.
+
+        Raises:
+            UsageError: If more tokens than that leaves room for were asked for.
+        """
+        if self.logprobs is None:
+            return self
+        most = MAX_LOGPROBS // (prompts * self.n * (1 + self.logprobs))
+        if self.must_fit and (self.max_tokens or 0) > most:
+            raise UsageError(
+                f"max_tokens: with {1 + self.logprobs} log-probabilities of each token, {prompts * self.n} answers may "
+                f"have {most} tokens each, {MAX_LOGPROBS} numbers in all; ask for fewer tokens, answers or alternatives"
+            )
+        return replace(self, max_tokens=most if self.max_tokens is None else min(self.max_tokens, most))
 
     def params(
         self, defaults: Mapping[str, Any], encode: Callable[[str], Sequence[int]] = lambda text: ()

@@ -237,7 +237,8 @@ class Service:
 
     def _params(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> list[SamplingParams]:
         """Return the parameters of each answer to a prompt, which every prompt leaves room for."""
-        params = sampling.params(self.engine.engine.generation_defaults, self.prompts.encode_word)
+        bounded = sampling.bounded(len(prompts))
+        params = bounded.params(self.engine.engine.generation_defaults, self.prompts.encode_word)
         for prompt in prompts:
             self.engine.engine.check(prompt, params[0])
             _require_room(prompt, sampling, self.info.max_model_len)
