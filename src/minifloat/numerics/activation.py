@@ -19,17 +19,12 @@ from minifloat.errors import UnsupportedTensorError
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import GROUP_16, GROUP_32, TENSOR
-from minifloat.numerics.scale_rules import amax, e8m0_scales, expand, float_scales
+from minifloat.numerics.scale_rules import amax, e8m0_scales, expand, float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec, ScaleRule, WeightSpec
 
 #: Code of E4M3's machine epsilon, the scale of a block whose scale would be zero.
 _E4M3_EPSILON = (E4M3.bias - E4M3.mantissa_bits) << E4M3.mantissa_bits
 _E8M0_NAN = E8M0.max_code + 1
-
-
-def describe_activation(spec: ActivationSpec) -> str:
-    """Return the spec in words, for example ``"E4M3 per token (dynamic)"``."""
-    return str(spec)
 
 
 def can_quantize(spec: ActivationSpec, weight: WeightSpec) -> bool:
@@ -44,11 +39,11 @@ def check_activation(spec: ActivationSpec, scale: Tensor | None) -> None:
     if not _is_covered(spec):
         raise UnsupportedTensorError(
             "x",
-            f"inputs in {describe_activation(spec)} are not simulated; expected E4M3 per tensor, or dynamic per token "
+            f"inputs in {spec} are not simulated; expected E4M3 per tensor, or dynamic per token "
             "or group, or the inputs of MXFP8, MXFP4 or NVFP4; run this weight-only",
         )
     if spec.needs_calibration != (scale is not None):
-        raise ValueError(f"{describe_activation(spec)}: {'needs a' if scale is None else 'takes no'} scale")
+        raise ValueError(f"{spec}: {'needs a' if scale is None else 'takes no'} scale")
 
 
 def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -72,6 +67,11 @@ def dequantize_activation(codes: Tensor, scale: Tensor, spec: ActivationSpec) ->
     shape = _token_shape(codes)
     values = decode(codes.reshape(shape), spec.element)
     return values.mul_(expand(scale, spec.granularity, shape)).reshape(codes.shape)
+
+
+def static_scale(spec: ActivationSpec, largest: Tensor) -> Tensor:
+    """Return the scale of a static spec, or the divisor of E4M3 scales, of inputs with this amax."""
+    return global_divisor(largest) if spec.has_global_scale else float_scales(largest, spec.element)
 
 
 def input_scales(tokens: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:

@@ -41,7 +41,6 @@ from minifloat.model.runtime.lm_head import LoadedLmHead, lm_head_of
 from minifloat.model.runtime.load import LoadOptions, load_opened
 from minifloat.model.runtime.tensors import KVScales, kv_scales
 from minifloat.model.runtime.tokenizer import end_tokens
-from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import E4M3
 from minifloat.report.text import size_text
@@ -231,7 +230,7 @@ def describe_inputs(model: PreTrainedModel) -> str:
         for module in model.modules()
         if isinstance(module, QuantizedWeight) and not isinstance(module, LoadedLmHead)
     ]
-    counts = Counter(describe_activation(weight.activation) for weight in weights if weight.activation is not None)
+    counts = Counter(str(weight.activation) for weight in weights if weight.activation is not None)
     counts += Counter(INT8_INPUTS for weight in weights if weight.activation is None and weight.int8_inputs)
     dtype = str(model.dtype).removeprefix("torch.")
     plain = PLAIN_INPUTS.get(dtype, dtype)

@@ -14,7 +14,6 @@ from minifloat.kernels.native import CONSTANTS, STRUCTS, format_struct
 from minifloat.numerics.activation import (
     check_activation,
     dequantize_activation,
-    describe_activation,
     input_scales,
     quantize_activation,
 )
@@ -44,7 +43,7 @@ def quantize_inputs(
     if spec.scale is not FLOAT32:
         raise UnsupportedTensorError(
             "x",
-            f"no product here takes codes in {describe_activation(spec)}: expected float32 scales; use round_inputs",
+            f"no product here takes codes in {spec}: expected float32 scales; use round_inputs",
         )
     if x.ndim != 2:
         raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")

@@ -15,7 +15,7 @@ from minifloat.kernels.linear import cpu, int8, reference, scaled_mm
 from minifloat.kernels.linear import triton as gpu
 from minifloat.kernels.linear.triton import GpuWeight, why_unavailable
 from minifloat.kernels.pack import FusedWeights, PackedWeight
-from minifloat.numerics.activation import can_quantize, describe_activation
+from minifloat.numerics.activation import can_quantize
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
@@ -52,8 +52,7 @@ def linear(
         weights = "BF16" if spec is None else f"{spec.element.name} with {spec.scale.name} scales"
         raise UnsupportedTensorError(
             "x",
-            f"inputs in {describe_activation(activation)} are not simulated for weights in {weights}; such weights run "
-            "weight-only",
+            f"inputs in {activation} are not simulated for weights in {weights}; such weights run weight-only",
         )
     if packed is None:
         stored = _unpacked(weight)

@@ -26,7 +26,7 @@ from minifloat.kernels.linear import int8
 from minifloat.kernels.linear.int8 import GROUP_COLS
 from minifloat.model.layouts import Description, StoredWeight
 from minifloat.model.runtime.tensors import listing
-from minifloat.numerics.activation import can_quantize, describe_activation
+from minifloat.numerics.activation import can_quantize
 from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN
 from minifloat.numerics.scheme import ActivationSpec, WeightSpec
@@ -88,7 +88,7 @@ class InputQuantization:
             return None, None
         if not can_quantize(spec, stored.spec):
             weight = f"{stored.spec.element.name} weights with {stored.spec.scale.name} scales"
-            self.skip(stored, f"inputs in {describe_activation(spec)} of {weight} are not simulated")
+            self.skip(stored, f"inputs in {spec} of {weight} are not simulated")
             return None, None
         return spec, self._read_scale(stored, spec) if spec.needs_calibration else None
 
@@ -125,7 +125,7 @@ class InputQuantization:
         if name is None:
             raise ConfigError(
                 self.checkpoint.path / CONFIG_FILE,
-                f"declares inputs in {describe_activation(spec)}, but the checkpoint has no input_scale for "
+                f"declares inputs in {spec}, but the checkpoint has no input_scale for "
                 f"{stored.module}; load it weight-only, or calibrate it",
             )
         info = self.checkpoint.tensors[name]

@@ -17,7 +17,7 @@ from minifloat.kernels.linear import triton as gpu
 from minifloat.kernels.linear.triton import GpuWeight
 from minifloat.kernels.pack import Arena, PackedWeight, pack, why_not
 from minifloat.model.runtime.tensors import listing
-from minifloat.numerics.activation import can_quantize, describe_activation
+from minifloat.numerics.activation import can_quantize
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
@@ -161,7 +161,7 @@ class QuantizedWeight(nn.Module):
     def extra_repr(self) -> str:
         """Return shape, formats, granularity, quantization of the inputs, and whether the weight is packed."""
         rows, cols = self.shape
-        inputs = "" if self.activation is None else f", inputs {describe_activation(self.activation)}"
+        inputs = "" if self.activation is None else f", inputs {self.activation}"
         inputs += ", inputs may be int8" if self.int8_inputs else ""
         spec = self.spec
         form = ", packed" if self.is_packed else ""

@@ -17,9 +17,10 @@ from torch import Tensor
 from minifloat.errors import ShapeError
 from minifloat.kernels.inputs import round_inputs
 from minifloat.model.architecture.folding import FoldSite
+from minifloat.numerics.activation import static_scale
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scale_rules import amax, float_scales, global_divisor
+from minifloat.numerics.scale_rules import amax
 from minifloat.numerics.scheme import ActivationSpec, Scheme, WeightSpec
 from minifloat.quantize.rounding.methods import Grid
 
@@ -81,15 +82,9 @@ class OutputLoss:
         """Return inputs divided by the scales, quantized, and multiplied back."""
         assert self.activation is not None
         scale = powers_of_two(exponents)
-        static = self._static_scale(amax(self.inputs / scale, TENSOR)) if self.activation.needs_calibration else None
+        largest = amax(self.inputs / scale, TENSOR) if self.activation.needs_calibration else None
+        static = None if largest is None else static_scale(self.activation, largest)
         return round_inputs(inputs / scale, self.activation, static).mul_(scale)
-
-    def _static_scale(self, inputs_amax: Tensor) -> Tensor:
-        """Return the static scale, or NVFP4's divisor, of inputs with this amax."""
-        assert self.activation is not None
-        if self.activation.has_global_scale:
-            return global_divisor(inputs_amax)
-        return float_scales(inputs_amax, self.activation.element)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

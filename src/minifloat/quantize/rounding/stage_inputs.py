@@ -18,7 +18,7 @@ from minifloat.errors import NonFiniteError
 from minifloat.kernels.inputs import round_inputs
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.model.runtime.names import replace_forward
-from minifloat.numerics.scale_rules import float_scales, global_divisor
+from minifloat.numerics.activation import static_scale
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.quantize.rounding.stages import Stage, on_input, on_output
 from minifloat.quantize.rounding.statistics import Rows
@@ -251,7 +251,7 @@ class InputQuantizer:
             self.add(number, expert, largest, tokens)
 
     def add(self, number: int, expert: int, largest: Tensor, tokens: int) -> None:
-        """Record the largest input of each channel of a expert, float32 ``[K]``, in some tokens."""
+        """Record the largest input of each channel of an expert, float32 ``[K]``, in some tokens."""
         key = number, expert
         self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
         self._tokens[key] = self._tokens.get(key, 0) + tokens
@@ -275,7 +275,8 @@ class InputQuantizer:
         spec = self._specs.get(number)
         if spec is None or not inputs.numel():
             return inputs
-        return round_inputs(inputs, spec, self._scale(spec, number, expert)).to(inputs.dtype)
+        largest = torch.tensor(self._amax(number, expert)) if spec.needs_calibration else None
+        return round_inputs(inputs, spec, None if largest is None else static_scale(spec, largest)).to(inputs.dtype)
 
     @contextmanager
     def applied(self, numbers: Container[int] | None = None) -> Iterator[None]:
@@ -309,15 +310,8 @@ class InputQuantizer:
             last[:] = inputs, self.quantize(number, 0, inputs)
         return (args, {**kwargs, name: last[1]}) if name else ((last[1], *args[1:]), kwargs)
 
-    def _scale(self, spec: ActivationSpec, number: int, expert: int) -> Tensor | None:
-        """Return the static scale, or the divisor, of an input; None if the format has none."""
-        if not spec.needs_calibration:
-            return None
-        amax = torch.tensor(self._amax(number, expert))
-        return global_divisor(amax) if spec.has_global_scale else float_scales(amax, spec.element)
-
     def _amax(self, number: int, expert: int) -> float:
-        """Return the largest input of a expert after the folds; of all experts if no token reached this one."""
+        """Return the largest input of an expert after the folds; of all experts if no token reached this one."""
         found = [key for key in self._largest if key == (number, expert)]
         keys = found or [key for key in self._largest if key[0] == number]
         largest = [0.0]
