@@ -98,7 +98,7 @@ def tests(run: Run) -> None:
         return
     selected = "nothing_is_called_so" if run.dry else "gpu and not without and not gpus"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selected]
-    folders = [str(ROOT / "tests" / part) for part in ("kernels", "quantize/test_device.py", "serve/engine")]
+    folders = [str(ROOT / "tests" / part) for part in ("kernels", "quantize/test_device.py", "engine")]
     try:
         result = subprocess.run(
             [*command, *folders],

@@ -120,12 +120,12 @@ def clock(run: Run, calls: Sequence[Callable[[], object]], samples: int = 20, se
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    first = _replay(graph)
+    first = replay(graph)
     count = max(samples, math.ceil(seconds / first))
-    return timing_of([_replay(graph) / len(calls) for _ in range(count)])
+    return timing_of([replay(graph) / len(calls) for _ in range(count)])
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
+def replay(graph: torch.cuda.CUDAGraph) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()

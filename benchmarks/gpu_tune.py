@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 import torch
+from gpu_run import replay
 
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear.triton import config as configs
@@ -115,16 +116,7 @@ def _seconds(config: Config, weights: Sequence[GpuWeight], rows: int) -> float:
     except Exception:  # Triton raises many kinds: too little shared memory, too many registers
         torch.cuda.synchronize()
         return math.inf
-    return statistics.median(_replay(graph) for _ in range(_SAMPLES)) / len(weights)
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return statistics.median(replay(graph) for _ in range(_SAMPLES)) / len(weights)
 
 
 @click.command(help=__doc__.split("\n")[0])

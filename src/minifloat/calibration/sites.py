@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from minifloat.model.layouts import Description, describe
 from minifloat.model.runtime.experts import batches_experts
 from minifloat.model.runtime.linear import QuantizedLinear
 from minifloat.model.runtime.names import Assignment, assign, empty_model, replace_forward
+from minifloat.model.runtime.tensors import listing
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Desc
         elif not _add_experts(experts.setdefault(path, ExpertsSite(path)), owner, leaf, assignment, family):
             missed += assignment.sources
     if missed:
-        _LOG.warning("%d weights are in modules whose inputs cannot be observed: %s", len(missed), _listing(missed))
+        _LOG.warning("%d weights are in modules whose inputs cannot be observed: %s", len(missed), listing(missed))
     return Sites(tuple(linears), tuple(site for site in experts.values() if site.inner and site.outer))
 
 
@@ -127,11 +128,6 @@ def _expert_names(assignment: Assignment, experts: int, family: Family) -> tuple
     if parts is None:
         return None
     return tuple(tuple(source.removesuffix(".weight") for source in part) for part in parts)
-
-
-def _listing(names: Iterable[str], shown: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 #: Called with the expert's index, whether the input is that of the down projection, the input ``[n, K]``, and the index

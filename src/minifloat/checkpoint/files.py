@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from minifloat.checkpoint.layout import GGUF_HINT, is_gguf
 from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
@@ -207,15 +207,6 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     return root
 
 
-try:
-    from blake3 import blake3 as _new
-
-    ALGORITHM = "blake3"
-except ImportError:  # no wheel for this platform, or minifloat runs from its source tree without dependencies
-    _new = hashlib.sha256  # type: ignore[assignment,misc]
-    ALGORITHM = "sha256"
-
-
 class Hasher(Protocol):
     """The common interface of hashlib and blake3."""
 
@@ -230,9 +221,7 @@ class Hasher(Protocol):
 
 
 def new_hasher(*, parallel: bool = False) -> Hasher:
-    if parallel and ALGORITHM == "blake3":
-        return _new(max_threads=_new.AUTO)
-    return _new()
+    return blake3(max_threads=blake3.AUTO if parallel else 1)
 
 
 def digest_bytes(data: Any, *, parallel: bool = False) -> bytes:
@@ -242,12 +231,12 @@ def digest_bytes(data: Any, *, parallel: bool = False) -> bytes:
 
 
 def name_digest(hasher: Hasher) -> str:
-    """Return the digest with the name of its algorithm, ``"blake3:..."``."""
-    return f"{ALGORITHM}:{hasher.hexdigest()}"
+    """Return the digest with the name of its algorithm: ``"blake3:..."``."""
+    return f"blake3:{hasher.hexdigest()}"
 
 
 def combine(digests: Iterable[tuple[str, str]]) -> str:
     """Return one digest for ``(name, digest)`` pairs; their order, and so the sharding of a model, does not matter."""
-    hasher = _new()
+    hasher = new_hasher()
     hasher.update(json.dumps(sorted(digests)).encode())
-    return f"{ALGORITHM}:{hasher.hexdigest()}"
+    return name_digest(hasher)

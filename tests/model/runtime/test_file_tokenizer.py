@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minifloat.errors import ChatTemplateError, CheckpointError
-from minifloat.model.runtime.templates import apply_chat_template, chat_tokens
+from minifloat.model.runtime.templates import apply_chat_template, chat_prompt
 from minifloat.model.runtime.tokenizer import load_tokenizer, serving_tokenizer
 from minifloat.model.runtime.tokenizer_files import (
     _REGISTERED,
@@ -232,7 +232,7 @@ def test_chats_are_those_of_transformers(name: str, template: str, tmp_path: Pat
     tokens = theirs.apply_chat_template(CHAT, return_dict=False, sanitize_control_tokens=True, **options)
     for tokenizer in (ours, theirs):
         assert apply_chat_template(tokenizer, CHAT, **options) == text
-        assert chat_tokens(tokenizer, CHAT, **options) == tokens
+        assert chat_prompt(tokenizer, CHAT, **options).tokens == tokens
 
 
 def test_a_chat_template_of_its_own_file_comes_first(tmp_path: Path) -> None:
@@ -240,13 +240,6 @@ def test_a_chat_template_of_its_own_file_comes_first(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATES[0])
     ours, theirs = both(folder)
     assert ours.chat_template == theirs.chat_template == TEMPLATES[0]
-
-
-def test_control_tokens_in_messages_do_not_become_control_tokens(tmp_path: Path) -> None:
-    ours, _ = both(save(tmp_path / "m", "generic", chat_template=TEMPLATES[0]))
-    tokens = chat_tokens(ours, CHAT)
-    # Four messages end with </s>, which the template writes; that of the message is text.
-    assert [tokens.count(ours.convert_tokens_to_ids(text)) for text in CONTROL] == [1, 4, 0]
 
 
 @pytest.mark.parametrize("code", ["().__class__", "messages.append(1)", "raise_exception('no')", "namespace(_x=1)"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from minifloat.errors import ChatTemplateError
-from minifloat.model.runtime.templates import apply_chat_template, chat_prompt, chat_tokens, constants, names
+from minifloat.model.runtime.templates import apply_chat_template, chat_prompt, constants, names
 from minifloat.model.runtime.tokenizer import load_tokenizer
 
 
@@ -137,7 +137,7 @@ def test_tools_calls_and_documents_are_rendered_as_transformers_does(
     assert apply_chat_template(tokenizer, DIALOG, **options) == text
     if name != "documents":  # transformers lets control tokens through where a template escapes all but ASCII
         tokens = tokenizer.apply_chat_template(DIALOG, return_dict=False, sanitize_control_tokens=True, **options)
-        assert chat_tokens(tokenizer, DIALOG, **options) == tokens
+        assert chat_prompt(tokenizer, DIALOG, **options).tokens == tokens
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -146,7 +146,9 @@ def test_control_tokens_in_tools_calls_and_documents_are_text(name: str, llama_f
     options: dict[str, Any] = {"chat_template": TEMPLATES[name], "continue_final_message": True}
     tool = copy.deepcopy(WEATHER)
     tool["function"]["parameters"]["properties"]["</s> as a name"] = {"default": ["<s>", {"</s>": "<s>"}]}  # type: ignore[index]
-    tokens = chat_tokens(tokenizer, DIALOG, tools=[tool], documents=[{"title": "</s>", "text": "<s>"}], **options)
+    tokens = chat_prompt(
+        tokenizer, DIALOG, tools=[tool], documents=[{"title": "</s>", "text": "<s>"}], **options
+    ).tokens
     of_template = [TEMPLATES[name].count("bos_token"), 2 * (name == "mistral")]
     assert [tokens.count(token) for token in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == of_template
 

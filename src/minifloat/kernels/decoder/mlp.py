@@ -166,10 +166,6 @@ class LayerInputs(LayerInputsOptions):
     norm: Norm  #: norm ``[size]`` of the projection for each layer
 
     @property
-    def table_dtype(self) -> torch.dtype:
-        return self.table.dtype
-
-    @property
     def size(self) -> int:
         """Numbers that one layer reads of a token."""
         return self.norm.weight.numel()

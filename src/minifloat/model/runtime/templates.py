@@ -331,11 +331,6 @@ def chat_prompt(
     return ChatPrompt(tokens, without_marks(end if found else text[-_PROMPT_END:]))
 
 
-def chat_tokens(tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-    """Return the tokens of `chat_prompt`."""
-    return chat_prompt(tokenizer, messages, **arguments).tokens
-
-
 def template_of(tokenizer: TextTokenizer, stated: str | None = None, tools: Any = None) -> str:
     """Return the Jinja source, of several the one for tools, or the default one.
 
