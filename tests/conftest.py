@@ -190,12 +190,6 @@ def make_mixtral() -> MakeModel:
 
 
 @pytest.fixture(scope="session")
-def make_qwen3_moe() -> MakeModel:
-    """As `make_llama`; experts are one tensor each on disk."""
-    return functools.partial(_make, model_type="qwen3_moe")
-
-
-@pytest.fixture(scope="session")
 def make_gpt_oss() -> MakeModel:
     """As `make_llama`; experts are fused and transposed on disk and in the model."""
     return functools.partial(_make, model_type="gpt_oss")

@@ -61,18 +61,6 @@ def test_bars_are_judged_round_by_round(report: ModuleType) -> None:
     assert words["batch 1, all: minifloat FP8, share of the read bandwidth"] == "SHORT"
 
 
-def test_bars_differ_by_the_kind_of_processor(report: ModuleType) -> None:
-    rows = (row(FP8, [0.1] * 3), row("llama.cpp Q8_0", [0.127] * 3))
-    assert [
-        next(line for line in report.verdicts([piece(*rows, isa=isa)]) if "Q8_0" in line).split()[-3:]
-        for isa in ("amx", "avx512_bf16")
-    ] == [["1.30x", "1.27x", "SHORT"], ["1.25x", "1.27x", "pass"]]
-
-
-def test_a_quiet_run_has_no_doubts(report: ModuleType) -> None:
-    assert report.doubts(piece(row(FP8, [0.10, 0.101, 0.102]))) == []
-
-
 def test_a_run_beside_other_work_is_not_to_be_quoted(report: ModuleType) -> None:
     steady = row(FP8, [0.1] * 3)
     assert report.doubts(piece(steady, use={"others": 0.3, "stolen": 0.1})) == [
@@ -112,10 +100,6 @@ def test_an_engine_that_is_missing_is_named_with_the_reason(decode: ModuleType, 
     assert installed.missing("vLLM FP8") is None
     assert installed.missing("vLLM FP8 block") == "vLLM multiplies no FP8 blocks on a processor without AMX"
     assert installed.missing("vLLM zentorch BF16") == "--zentorch-python is not given"
-
-
-def test_every_piece_measures_our_two_formats(decode: ModuleType) -> None:
-    assert all({FP8, MXFP4} <= set(names) for names in decode.PIECES.values())
 
 
 def test_work_of_other_processes_is_seen(decode: ModuleType) -> None:
@@ -160,12 +144,6 @@ def test_no_round_begins_that_would_end_after_the_minutes(decode: ModuleType, mo
     bandwidths, _ = decode.measure(settings, [engine], time.monotonic())
     assert len(bandwidths) == 1
     assert engine.step == {1: [0.02]}
-
-
-def test_kv_bytes_per_token_match_the_shape(decode: ModuleType) -> None:
-    shape = shapes.get_shape(decode.SHAPE)
-    assert shape.layers * 2 * shape.kv_heads * shape.head_dim * 2 == decode.KV_BYTES
-    assert shape.vocab == decode.VOCAB
 
 
 def test_every_tensor_of_the_shape_has_a_name_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,30 +77,9 @@ def test_a_failure_is_recorded_and_the_run_continues(
     assert "| s |" in report
 
 
-@pytest.mark.full
-def test_without_time_left_every_section_is_recorded_as_not_run(tmp_path: Path) -> None:
-    result = run("--out", str(tmp_path), "--dry-run", "--minutes", "0", "--only", "ceilings,products")
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert [line["failed"] for line in lines] == ["no time left"] * 2
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_command_ends_with_a_one_line_error(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path / "out"))
     assert result.returncode == 2
     assert result.stderr == "error: no CUDA device; --dry-run goes through everything on the CPU\n"
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-def test_an_unknown_section_is_refused_with_the_known_sections(tmp_path: Path) -> None:
-    result = run("--out", str(tmp_path), "--dry-run", "--only", "everything")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: unknown section 'everything'; there are: environment, ceilings, checks, ")
-
-
-def test_timing_holds_the_median_and_the_spread_of_samples(gpu_run: ModuleType) -> None:
-    timing = gpu_run.timing_of([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert (timing.seconds, timing.spread, timing.samples) == (3.0, pytest.approx(2 / 3), 5)
-    assert gpu_run.timing_of([2.0, 4.0, 3.0]).spread == pytest.approx(2 / 3)

@@ -22,9 +22,8 @@ from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
+from minifloat.errors import DataError, DestinationError, NonFiniteError, UsageError
 from minifloat.model.runtime.load import Loader
-from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
 
@@ -435,12 +434,6 @@ def test_nan_in_an_activation_is_refused_with_module_and_sequence(make_model: Ma
     first = next(i for i, ids in enumerate(DATA.sequences) if DATA.sequences[2][3] in ids)
     with pytest.raises(NonFiniteError, match=rf"model\.layers\.0\..* in sequence {first};"):
         layerwise(folder, DATA, max_memory=ROOM)
-
-
-def test_a_quantized_checkpoint_is_refused(llama_folder: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "quantized", "fp8")
-    with pytest.raises(AlreadyQuantizedError):
-        layerwise(tmp_path / "quantized", DATA, max_memory=ROOM)
 
 
 def test_bad_data_is_refused_before_anything_runs(llama_folder: Path, tmp_path: Path) -> None:

@@ -230,25 +230,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(saved: Path, monkeypatch: pytest
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
 
 
-def test_any_flipped_bit_is_detected(saved: Path) -> None:
-    original = saved.read_bytes()
-    rng = np.random.default_rng(0)
-    for at in range(len(original)):
-        changed = bytearray(original)
-        changed[at] ^= 1 << int(rng.integers(8))
-        saved.write_bytes(changed)
-        with pytest.raises(CheckpointError):
-            read_stats(saved)
-
-
-def test_a_file_cut_anywhere_is_refused(saved: Path) -> None:
-    original = saved.read_bytes()
-    for length in range(0, len(original), 7):
-        saved.write_bytes(original[:length])
-        with pytest.raises(CheckpointError):
-            read_stats(saved)
-
-
 def forge(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> None:
     """Change the content of a file and update its hash to match."""
     file = read_arrays(path, STATS_FORMAT)

@@ -23,18 +23,6 @@ def test_a_folder_that_is_not_empty_is_kept(tmp_path):
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["file"]
 
 
-def test_a_released_lock_can_be_taken_again(tmp_path):
-    FolderLock(tmp_path, "lock").release()
-    FolderLock(tmp_path, "lock").release()
-
-
-def test_a_second_lock_on_the_same_folder_is_refused(tmp_path):
-    lock = FolderLock(tmp_path, "lock")
-    with pytest.raises(DestinationError, match=f"process {os.getpid()} is writing here"):
-        FolderLock(tmp_path, "lock")
-    lock.release()
-
-
 @pytest.mark.parametrize("remove_folder", [False, True])
 def test_a_lock_file_that_its_owner_has_just_removed_is_locked_anew(tmp_path, monkeypatch, remove_folder):
     """Otherwise two writers would hold locks on two files of the same name."""

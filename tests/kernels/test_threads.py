@@ -1,4 +1,4 @@
-"""The kernels' threads: their number, calls from several Python threads at once, and calls after a fork."""
+"""The kernels' threads: their number, their release, and the nodes that they run on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,46 +96,3 @@ def test_the_threads_of_a_team_stay_on_their_nodes() -> None:
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", _ON_NODES]
     assert subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout == "True 2\n"
-
-
-@native_only
-def test_several_python_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "limit", lambda: 2)
-    threads.set_threads(2)
-    weight = pack(torch.randn(512, 512).to(torch.bfloat16))
-    x = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (1, 5, 40, 1, 17, 64, 2, 33)]
-    expected = [linear(each, weight) for each in x]
-
-    def repeat(index: int) -> bool:
-        torch.set_num_threads(2)  # torch's number is one per thread that asks
-        return all(torch.equal(linear(x[index], weight), expected[index]) for _ in range(20))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(repeat, range(len(x))))
-
-
-_FORK = """
-import os, torch
-from minifloat.kernels import threads
-from minifloat.kernels.linear import linear
-from minifloat.kernels.pack import pack
-
-threads.limit = lambda: 2
-torch.set_num_threads(2)
-weight = pack(torch.randn(1024, 512).to(torch.bfloat16))
-x = torch.randn(3, 512).to(torch.bfloat16)
-expected = linear(x, weight)
-child = os.fork()
-if child == 0:
-    same = linear(x, weight).view(torch.int16).numpy() == expected.view(torch.int16).numpy()
-    os._exit(0 if same.all() else 1)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0
-assert torch.equal(linear(x, weight), expected)
-"""
-
-
-@native_only
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_forked_process_computes_and_so_does_its_parent_afterwards() -> None:
-    subprocess.run([sys.executable, "-c", _FORK], check=True, timeout=120)

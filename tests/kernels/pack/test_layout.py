@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from kernel_cases import ISAS, KINDS, Element, Grid, Guarded, Kernels, Stored, fits, make
+from kernel_cases import ISAS, KINDS, Element, Grid, Guarded, Kernels, fits, make
 
 SHAPES = ((1, 2), (1, 1), (31, 32), (32, 64), (33, 65), (47, 100), (130, 258), (64, 129))
 
@@ -58,14 +58,6 @@ def test_blocks_more_than_125_powers_of_two_below_the_largest_become_zeros(kerne
     assert (result.codes[:, 64:] == 0).all()
 
 
-def test_a_nan_comes_back_as_a_nan_of_its_row(kernels: Kernels) -> None:
-    stored = make("mxfp8", 40, 100)
-    stored.codes[3, 40] = 0x7F
-    result = kernels.unpack(kernels.pack(stored))
-    assert result.scales is not None
-    assert result.values().isnan().any(1).nonzero().flatten().tolist() == [3]
-
-
 @kinds
 def test_nothing_is_read_or_written_beyond_the_ends(kernels: Kernels, kind: str) -> None:
     for rows, cols in SHAPES:
@@ -109,73 +101,6 @@ def test_codes_at_any_address_and_scales_at_that_of_a_float(kernels: Kernels, ki
 
 
 # --- the order in which the kernels read, spelled out for one weight of each format
-
-
-def vectors_of(kernels: Kernels, stored: Stored) -> torch.Tensor:
-    """uint8 ``[panels, steps, bytes of a step]``."""
-    blob = kernels.pack(stored).blob
-    panels, steps = -(-stored.shape[0] // 32), -(-stored.shape[1] // 64)
-    scales = {Grid.E8M0: 64, Grid.E4M3: 128}.get(stored.kind.grid, 0)
-    elements = {Element.E4M3: 2048, Element.E2M1: 1024, Element.F32: 8192}
-    step = scales + elements.get(stored.kind.element, 4096)
-    return blob[len(blob) - panels * steps * step :].view(panels, steps, step)
-
-
-def test_e4m3_vectors_hold_four_columns_of_sixteen_rows_ready_to_be_unpacked_to_pairs(kernels: Kernels) -> None:
-    stored = make("fp8-channel", 40, 100)
-    steps = vectors_of(kernels, stored)
-    for row, col in ((0, 0), (5, 3), (17, 30), (31, 63), (32, 64), (39, 99)):
-        panel, n, tile = row // 32, row % 16, row % 32 // 16
-        step, k, half = col // 64, col % 32, col % 64 // 32
-        vector = (half * 2 + tile) * 8 + k // 4
-        byte = vector * 64 + n // 4 * 16 + k % 4 // 2 * 8 + n % 4 * 2 + k % 2
-        assert steps[panel, step, byte] == stored.codes[row, col]
-    filled = torch.zeros(64, 128, dtype=torch.uint8)
-    filled[:40, :100] = stored.codes
-    assert torch.equal(steps.flatten().sort().values, filled.flatten().sort().values)
-
-
-def test_e2m1_words_hold_eight_columns_with_pairs_sixteen_bits_apart(kernels: Kernels) -> None:
-    stored = make("mxfp4", 40, 100)
-    assert stored.scales is not None
-    steps = vectors_of(kernels, stored)
-    for row, col in ((0, 0), (5, 3), (17, 30), (31, 63), (32, 64), (39, 99)):
-        panel, n, tile = row // 32, row % 16, row % 32 // 16
-        step, k, half = col // 64, col % 32, col % 64 // 32
-        vector = (half * 2 + tile) * 4 + k // 8
-        word = int.from_bytes(bytes(steps[panel, step, 64 + vector * 64 + n * 4 :][:4].tolist()), "little")
-        position = (0, 4, 1, 5, 2, 6, 3, 7)[k % 8]
-        assert word >> 4 * position & 0xF == stored.codes[row, col]
-        distance = stored.scales[row].max() - stored.scales[row, col // 32]
-        assert steps[panel, step, half * 32 + row % 32] == distance
-
-
-def test_nvfp4_scales_lie_before_the_codes_of_their_step(kernels: Kernels) -> None:
-    stored = make("nvfp4", 40, 100)
-    assert stored.scales is not None
-    steps = vectors_of(kernels, stored)
-    for row, col in ((0, 0), (5, 16), (17, 40), (31, 63), (32, 64), (39, 99)):
-        quarter = col % 64 // 16
-        assert steps[row // 32, col // 64, quarter * 32 + row % 32] == stored.scales[row, col // 16]
-
-
-@pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_words_hold_pairs_of_columns_of_16_bits(kernels: Kernels, kind: str) -> None:
-    stored = make(kind, 40, 100)
-    steps = vectors_of(kernels, stored).view(stored.codes.dtype)
-    for row, col in ((0, 0), (5, 3), (17, 30), (31, 63), (32, 64), (39, 99)):
-        half, tile, k = col % 64 // 32, row % 32 // 16, col % 32
-        index = ((half * 2 + tile) * 16 + k // 2) * 32 + row % 16 * 2 + k % 2
-        assert steps[row // 32, col // 64, index] == stored.codes[row, col]
-
-
-def test_f32_vectors_hold_a_column(kernels: Kernels) -> None:
-    stored = make("f32", 40, 100)
-    steps = vectors_of(kernels, stored).view(torch.float32)
-    for row, col in ((0, 0), (5, 3), (17, 30), (31, 63), (32, 64), (39, 99)):
-        half, tile, k = col % 64 // 32, row % 32 // 16, col % 32
-        index = ((half * 2 + tile) * 32 + k) * 16 + row % 16
-        assert steps[row // 32, col // 64, index] == stored.codes[row, col]
 
 
 # --- what has no layout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
 from collections.abc import Callable
@@ -93,15 +92,6 @@ def test_a_copy_is_packed_and_multiplies_alike(how: str, shape: tuple[int, int])
     assert other.is_packed
     assert torch.equal(other(x), expected)
     assert torch.equal(other.weight, module.weight)
-
-
-@needs_library
-def test_a_saved_module_is_loaded_packed() -> None:
-    module, x, file = packed_linear("nvfp4"), torch.randn(2, 96), io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    other = torch.load(file, weights_only=False)
-    assert torch.equal(other(x), module(x))
 
 
 @needs_library

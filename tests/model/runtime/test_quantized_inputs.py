@@ -155,17 +155,6 @@ def test_the_logits_are_those_of_inputs_quantized_by_hand(name: str) -> None:
     assert (expected - weight_only).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block"])
-def test_a_single_activation_that_is_quantized_differently_is_detected(
-    llama_folder: Path, tmp_path: Path, scheme: str
-) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
-    model = load(tmp_path / "q", LoadOptions(dtype=torch.float32))
-    before = logits(model)
-    model.model.layers[1].mlp.down_proj.activation = None
-    assert (logits(model) - before).abs().max() > 1e-3 * before.abs().max()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weight_only_leaves_all_inputs_alone(
     llama_folder: Path, tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
