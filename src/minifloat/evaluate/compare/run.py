@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-import transformers
 from torch import Tensor
 
 from minifloat._version import __version__
@@ -192,7 +192,7 @@ def _settings(models: Sequence[Model], corpus: Corpus, options: CompareOptions) 
     return {
         "minifloat": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "models": [_fingerprint(model) for model in models],
         "texts": [[text.name, text.sha256, text.unit] for text in corpus.texts],
         "window": corpus.window,
@@ -278,7 +278,7 @@ def _machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "minifloat": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
         "processors": processors.available(),
         "threads": torch.get_num_threads(),

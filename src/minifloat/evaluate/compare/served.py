@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.data import SourceLike
 from minifloat.checkpoint.progress import Progress
@@ -38,6 +37,8 @@ from minifloat.model.runtime.tokenizer import load_tokenizer
 from minifloat.serve.client import Connection, ServerError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from minifloat.evaluate.compare.behavior_prompts import Prompts
 
 #: Text that tokenizers cut differently: words, numbers, spaces, another script, an emoji.

@@ -17,19 +17,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.readers import first_line
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, UnknownNameError, UsageError
 from minifloat.evaluate.compare.distributions import binomial_ends
 from minifloat.evaluate.compare.intervals import CONFIDENCE, Estimate, paired_mean_interval, percentile_interval
 from minifloat.evaluate.compare.models import EngineModel, Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: Default seeds of the harness: of `random`, and of numpy, torch and the choice of examples.
 _PYTHON_SEED, _SEED = 0, 1234
