@@ -26,7 +26,8 @@ _BIND_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 _MAPS = Path("/proc/self/maps")
-_NODES = Path("/sys/devices/system/node")
+#: Where Linux shows the NUMA nodes, as node0 and so on.
+NODES = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def available() -> int:
     return os.cpu_count() or 1
 
 
-def numa_nodes(asked: str, folder: Path = _NODES) -> list[frozenset[int]]:
+def numa_nodes(asked: str, folder: Path = NODES) -> list[frozenset[int]]:
     """Return the processors of NUMA nodes that this process may use; `asked`: numbers with commas between, or all."""
     known = {int(path.name[4:]): _listed((path / "cpulist").read_text()) for path in folder.glob("node[0-9]*")}
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

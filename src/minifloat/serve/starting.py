@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import importlib
+import importlib.util
+import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 
 from minifloat.errors import UsageError
@@ -31,6 +35,26 @@ def starting() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def loading_torch() -> Iterator[None]:
+    """Load the largest library of torch while the context imports what needs no torch."""
+    thread = threading.Thread(target=_load_library_of_torch, name="minifloat-torch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _load_library_of_torch() -> None:
+    # `import torch` would hold Python's lock meanwhile, as `ctypes.CDLL` does. No error: the import has its own.
+    spec = importlib.util.find_spec("torch")
+    if sys.platform == "linux" and spec is not None and spec.origin is not None:
+        load = ctypes.CDLL(None).dlopen
+        load.restype = ctypes.c_void_p
+        load(os.fsencode(Path(spec.origin).parent / "lib" / "libtorch_cpu.so"), os.RTLD_NOW)
 
 
 #: Registers torch's kernels for tensors without memory (device "meta"), of use to its compiler and to transformers'

@@ -144,11 +144,13 @@ def round_weight(weight: Tensor, spec: WeightSpec, name: str, *, cure: str = "")
         raise UnsupportedTensorError(name, f"expected one of {', '.join(_DTYPES.values())}, found {weight.dtype}")
     rows, cols = weight.shape
     step = max(_SLAB_ELEMENTS // max(cols, 1), 1)
+    codes = np.empty((rows, cols * spec.element.bits // 8), np.uint8)
 
     def quantize(start: int) -> QuantizedRows:
         slab = weight[start : start + step].cpu().contiguous()
         values = slab.view(torch.uint8).flatten().numpy()
-        return quantize_rows(values, _DTYPES[weight.dtype], (len(slab), cols), spec)
+        out = codes[start : start + step], None
+        return quantize_rows(values, _DTYPES[weight.dtype], (len(slab), cols), spec, out=out)
 
     starts = range(0, rows, step)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -156,6 +158,5 @@ def round_weight(weight: Tensor, spec: WeightSpec, name: str, *, cure: str = "")
     nonfinite = sum(part.nonfinite for part in parts)
     if nonfinite:
         raise NonFiniteError(name, f"holds {nonfinite} NaN or Inf{cure and '; '}{cure}")
-    codes = torch.from_numpy(np.concatenate([part.codes for part in parts]))
     scales = torch.from_numpy(np.concatenate([part.scales for part in parts]))
-    return QuantizedTensor(spec, (rows, cols), codes.to(weight.device), scales.to(weight.device))
+    return QuantizedTensor(spec, (rows, cols), torch.from_numpy(codes).to(weight.device), scales.to(weight.device))

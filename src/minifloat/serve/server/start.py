@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_name
+from minifloat.errors import MinifloatError
+from minifloat.kernels.memory import touching
+from minifloat.kernels.processors import NODES
+from minifloat.model.architecture.roles import is_embedding
 from minifloat.report.text import size_text
 from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
-from minifloat.serve.starting import bind, import_torch, importing, starting
+from minifloat.serve.starting import bind, import_torch, importing, loading_torch, starting
 
 if TYPE_CHECKING:
     from minifloat.engine import EngineOptions, ModelInfo
@@ -42,17 +50,32 @@ def serve_checkpoint(
         _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
         with starting():
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.
-            if options is None or options.device == "cpu":
-                import_torch()
-            from minifloat.engine import AsyncEngine, Engine
-            from minifloat.kernels.threads import set_up
+            on_cpu = options is None or options.device == "cpu"
+            with loading_torch():
+                importlib.import_module("fastapi")
+                importlib.import_module("uvicorn")
+            with touching(_packed_bytes(path) if on_cpu else 0):
+                if on_cpu:
+                    import_torch()
+                from minifloat.engine import AsyncEngine, Engine
+                from minifloat.kernels.threads import set_up
 
-            set_up(settings)
-            with importing("minifloat.serve.server.app"):
-                loaded = Engine(path, options, revision=revision, grammars=True)
-            from minifloat.serve.server.app import serve
+                set_up(settings)
+                with importing("minifloat.serve.server.app"):
+                    loaded = Engine(path, options, revision=revision, grammars=True)
+                from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, settings.max_num_queued_reqs), settings, listening)
+
+
+def _packed_bytes(path: str | os.PathLike[str]) -> int:
+    """Return about what the packed weights of a folder take; 0 for others, and where memory belongs to NUMA nodes."""
+    if len(list(NODES.glob("node[0-9]*"))) > 1:
+        return 0
+    with suppress(MinifloatError), Checkpoint.open(Path(path)) as checkpoint:
+        tensors = checkpoint.tensors.items()
+        return sum(info.nbytes for name, info in tensors if not is_embedding(name.rpartition(".")[0]))
+    return 0
 
 
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
