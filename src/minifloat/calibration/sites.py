@@ -76,10 +76,7 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Desc
     observed = {info.name for info in checkpoint.tensors.values() if role_of(info, family) in quantizable}
     if description.weights:
         observed -= {tensor for weight in description.weights.values() for tensor in weight.tensors}
-        observed |= {
-            f"{weight.module}.weight" if weight.expert is None else weight.module.rpartition(".")[0]
-            for weight in description.weights.values()
-        }
+        observed |= {weight.plain_name for weight in description.weights.values()}
     # transformers' tables map to the parameter names of the unquantized model, which a quantized model does not have.
     unquantized = empty_model(checkpoint, model.dtype) if description.weights else model
     assignments, _ = assign(unquantized, observed)

@@ -17,7 +17,7 @@ from minifloat.quantize.options import ConvertOptions
 @click.argument("model", type=MODEL)
 @click.argument("out", type=FOLDER)
 @revision_option()
-@click.option("--layout", metavar="NAME", help="compressed-tensors, fp8 (DeepSeek), modelopt or mxfp8 (SGLang).")
+@click.option("--layout", metavar="NAME", help="compressed-tensors, fp8 (DeepSeek), modelopt, mxfp8 (SGLang) or mlx.")
 @options_from(ConvertOptions, without=("revision",))
 @verbose_option()
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")

@@ -75,7 +75,7 @@ def _is_aligned(part: Part) -> bool:
 
 def _tensor_scale(checkpoint: DecodedCheckpoint, stored: StoredWeight, spec: WeightSpec) -> float:
     """Return the scale of the whole tensor: that of NVFP4 above the block scales as a divisor, else the only one."""
-    if stored.global_scale is not None:
+    if stored.spec.has_global_scale:
         return float(_divisor(checkpoint, stored))
     return float(_scales(checkpoint, stored, spec, 0, stored.shape[0])[0, 0])
 

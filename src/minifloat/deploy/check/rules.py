@@ -29,7 +29,7 @@ from minifloat.deploy.check.target import (
 )
 from minifloat.deploy.check.vllm_plugin import NAME as PLUGIN
 from minifloat.model.architecture.roles import TEXT_ONLY
-from minifloat.model.layouts import compressed_tensors, fp8, modelopt
+from minifloat.model.layouts import compressed_tensors, fp8, mlx, modelopt
 from minifloat.numerics.formats import E2M1, E4M3
 
 
@@ -498,6 +498,12 @@ RULES: tuple[LoadingRule, ...] = (
         "lm_head stays in 16 bits: it is read in full for every token",
         cure="minifloat quantize --lm-head fp8; minifloat serve --lm-head fp8 does it at load",
         source="quantization_config of the checkpoint",
+    ),
+    rule("mlx-layout", (*VLLM, *TRANSFORMERS), ALL, REFUSED, when.has_layout(mlx.NAME)).because(
+        "mlx's config names no quant_method, and packed words do not have the shape of the weights",
+        cure="serve it with minifloat, or convert the checkpoint that it was made from to another layout",
+        source="vLLM: config/model.py: _verify_quantization; transformers: quantizers/auto.py: supports_quant_method",
+        seen=_TRANSFORMERS_CPU,
     ),
     # transformers
     rule("transformers-packed-weight", TRANSFORMERS, ALL, REFUSED, _in_types(_READ_WEIGHTS, *_FOUR_BITS)).because(

@@ -12,7 +12,7 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, UnsupportedTensorError, lookup
 from minifloat.model.architecture.roles import text_config
-from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, modelopt
+from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, mlx, modelopt
 from minifloat.model.layouts.contradictions import refuse_contradictions
 from minifloat.model.layouts.reading import read_weight
 from minifloat.model.layouts.stored import Description, StoredWeight
@@ -30,6 +30,7 @@ READERS = {
     "mxfp4": gpt_oss.describe,
     "modelopt": modelopt.describe,
     "modelopt_fp4": modelopt.describe,
+    mlx.NAME: mlx.describe,
 }
 
 #: Layouts that `quantize` writes, by name on the command line.
@@ -40,11 +41,12 @@ WRITERS: dict[str, WriteLayout] = {
 #: Layouts that `convert` writes. `quantize` cannot write SGLang's MXFP8 and most formats of ModelOpt: they require
 #: quantized inputs that no scheme of `quantize` has, or a global scale that multiplies, while its cast writes divisors.
 TARGETS: dict[str, WriteLayout] = {
-    layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER, modelopt.WRITER, fp8.MXFP8_WRITER)
+    layout.name: layout
+    for layout in (compressed_tensors.WRITER, fp8.WRITER, modelopt.WRITER, fp8.MXFP8_WRITER, mlx.WRITER)
 }
 
 #: Integer dtypes of codes, and how the names of codes end.
-_PACK_DTYPES = ("U8", "I8", "I32")
+_PACK_DTYPES = ("U8", "I8", "I32", "U32")
 _WEIGHTS = (".weight", ".weight_packed")
 
 
@@ -66,7 +68,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     if config is None:
         description = Description(layout=None)
     else:
-        method = str(config.get("quant_method") or ("modelopt" if "quantization" in config else "compressed-tensors"))
+        method = _method(config)
         if method not in READERS:
             raise ConfigError(
                 checkpoint.path / "config.json", f"quant_method {method!r} is not one of: {', '.join(READERS)}"
@@ -74,6 +76,13 @@ def describe(checkpoint: Checkpoint) -> Description:
         description = READERS[method](checkpoint, config)
     _refuse_orphans(checkpoint, description)
     return description
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """Return the `quant_method` of a quantization config, or what stands for it in files that name none."""
+    if mlx.is_config(config):
+        return mlx.NAME
+    return str(config.get("quant_method") or ("modelopt" if "quantization" in config else "compressed-tensors"))
 
 
 def _refuse_orphans(checkpoint: Checkpoint, description: Description) -> None:

@@ -24,7 +24,7 @@ from minifloat.model.architecture.roles import (
     mtp_layers,
     text_config,
 )
-from minifloat.model.layouts import modelopt
+from minifloat.model.layouts import mlx, modelopt
 from minifloat.model.layouts.stored import Description
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import TENSOR
@@ -129,6 +129,11 @@ def refuse_unknown_quantization(checkpoint: Checkpoint, description: Description
     _refuse_config(config)
     if description.layout == modelopt.NAME:
         _refuse_algorithms(config.get("quantization", config), description)
+    if description.layout == mlx.NAME and any(weight.expert is not None for weight in description.weights.values()):
+        raise ConversionError(
+            f"{checkpoint.path}: stacks of experts in mlx's layout are not taken apart; start from the checkpoint that "
+            "the folder was converted from"
+        )
     _refuse_companions(checkpoint, description)
 
 

@@ -27,7 +27,7 @@ _ITEM_BYTES = 4
 #: Dtype in a config -> safetensors dtype.
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 #: Keys of a config that say how weights are stored.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "expert_dtype")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization", "expert_dtype")
 
 
 class DecodedCheckpoint(Checkpoint):

@@ -197,7 +197,7 @@ def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: 
 
 def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float32 | None:
     if stored.global_scale is None:
-        return None
+        return np.float32(1) if stored.spec.has_global_scale else None  # mlx has none
     info = checkpoint.tensors[stored.global_scale]
     if SCALE_FORMATS.get(info.dtype) is not FLOAT32:
         raise UnsupportedTensorError(info.name, f"expected a float of 16 or 32 bits; found {info.dtype}")

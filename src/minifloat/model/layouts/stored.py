@@ -44,8 +44,18 @@ class StoredWeight:
     global_divides: bool = True
     activation: ActivationSpec | None = None  #: as the checkpoint declares it
     input_scale: str | None = None
-    expert: int | None = None  #: index in the first dimension of `codes` and `scale` (gpt-oss)
+    expert: int | None = None  #: index in the first dimension of `codes` and `scale` (gpt-oss, mlx)
     zero_point: str | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether the plain model has it in one tensor with all experts (gpt-oss), not in a tensor of its own."""
+        return self.expert is not None and self.module.endswith(f".{self.expert}")
+
+    @property
+    def plain_name(self) -> str:
+        """Name of its tensor in the plain model."""
+        return self.module.rpartition(".")[0] if self.fused else f"{self.module}.weight"
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -284,7 +284,7 @@ class Loader:
         for weight in stored:
             self.inputs.skip(weight, "they are held dequantized")
         weights = [self.tensors.read_weight(weight).dequantize(dtype) for weight in stored]
-        if stored[0].expert is None:
+        if not stored[0].fused:
             return weights[0].to(self.device)
         owner = self.model.get_submodule(source.rpartition(".")[0])
         return torch.stack([weight.T if _is_transposed(owner) else weight for weight in weights]).to(self.device)

@@ -115,8 +115,7 @@ class StoredTensors:
         self.checkpoint, self.description = checkpoint, description
         self.quantized: dict[str, list[StoredWeight]] = {}
         for stored in sorted(description.weights.values(), key=lambda weight: weight.expert or 0):
-            name = f"{stored.module}.weight" if stored.expert is None else stored.module.rpartition(".")[0]
-            self.quantized.setdefault(name, []).append(stored)
+            self.quantized.setdefault(stored.plain_name, []).append(stored)
         used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
         self.plain = [name for name in checkpoint.tensors if name not in used]
         self.read_weight: Callable[[StoredWeight], QuantizedTensor] = functools.partial(read_weight, checkpoint)
@@ -136,7 +135,7 @@ class StoredTensors:
         stored = self.quantized.get(name)
         if stored is None:
             return self.checkpoint.tensors[name].shape
-        return stored[0].shape if stored[0].expert is None else (len(stored), *stored[0].shape)
+        return (len(stored), *stored[0].shape) if stored[0].fused else stored[0].shape
 
     @contextlib.contextmanager
     def reading_ahead(self, names: Iterable[str]) -> Iterator[None]:

@@ -89,7 +89,7 @@ class WeightSource:
 
     def stored(self, parameter: str) -> StoredWeight | None:
         stored = self._tensors.quantized.get(self._names[parameter])
-        return None if stored is None or stored[0].expert is not None else stored[0]
+        return None if stored is None or stored[0].fused else stored[0]
 
     def tensor(self, parameter: str) -> Tensor:
         """Return a parameter as a tensor in the model's dtype, dequantized if it is stored quantized."""
@@ -99,7 +99,7 @@ class WeightSource:
             return self._tensors.read_plain(name, self._dtype).to(self._device, self._dtype)
         self._dequantized.append(name)
         weights = [self._tensors.read_weight(weight).dequantize(self._dtype) for weight in stored]
-        return (weights[0] if stored[0].expert is None else torch.stack(weights)).to(self._device)
+        return (torch.stack(weights) if stored[0].fused else weights[0]).to(self._device)
 
     def matrix(self, parameter: str) -> Tensor | QuantizedTensor:
         stored = self.stored(parameter)

@@ -38,9 +38,10 @@ from minifloat.deploy.check.document import MODEL
 from minifloat.deploy.check.judge import Reports, engine_verdicts
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
-from minifloat.model.layouts.reading import widen
+from minifloat.model.layouts.reading import read_scales, widen
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
+from minifloat.quantize.convert.mlx_plan import fold_of
 from minifloat.quantize.convert.plan import (
     TENSOR_ROW,
     Change,
@@ -203,7 +204,7 @@ class ConvertJob(RewriteJob[Conversion]):
                 ConvertedTensor(
                     name=info.name,
                     action=action,
-                    detail=", ".join((item.detail if index == 0 else "scale", *changes))
+                    detail=", ".join((item.detail if index == 0 or item.change is Change.MOVE else "scale", *changes))
                     + nonfinite_detail(copied.nonfinite),
                     becomes=None if output is None else output.name,
                     source_bytes=info.nbytes,
@@ -233,12 +234,31 @@ def run_conversion(
     if conversion.change is Change.INVERT:
         shard.write(conversion.output.name, reciprocal(checkpoint, info).value.reshape(1))
         return [Copied(copy_digest(checkpoint, info))]
-    return [Copied(_move(checkpoint, info, conversion.output.name, shard, widened=conversion.change is Change.WIDEN))]
+    if conversion.change is Change.FOLD:
+        _write_folded(checkpoint, conversion, conversion.output.name, shard)
+        return [Copied(copy_digest(checkpoint, source)) for source in conversion.sources]
+    end, digests = 0, []
+    for source in conversion.sources:
+        digest, end = _move(checkpoint, source, conversion, shard, end)
+        digests.append(Copied(digest))
+    return digests
 
 
-def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWriter, *, widened: bool) -> str:
-    """Write the bytes of a tensor under another name, as float32 where `widened`; return the digest of the source."""
-    hasher, end = new_hasher(), 0
+def _write_folded(checkpoint: Checkpoint, conversion: Conversion, name: str, shard: ShardWriter) -> None:
+    """Write the block scales of NVFP4 times those of their tensors."""
+    end = 0
+    for weight in conversion.matrices[0]:
+        codes = fold_of(checkpoint, weight).codes[read_scales(checkpoint, weight, 0, weight.shape[0])]
+        shard.write(name, codes.reshape(-1), end)
+        end += codes.nbytes
+
+
+def _move(
+    checkpoint: Checkpoint, info: TensorInfo, conversion: Conversion, shard: ShardWriter, end: int
+) -> tuple[str, int]:
+    """Write the bytes of a tensor from byte `end` of the output on; return the source's digest and the new end."""
+    assert conversion.output is not None
+    name, widened, hasher = conversion.output.name, conversion.change is Change.WIDEN, new_hasher()
     for _, chunk in chunks(checkpoint, info):
         hasher.update(chunk)
         data = chunk
@@ -250,4 +270,4 @@ def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWrite
             data = floats.view(np.uint8)
         shard.write(name, data, end)
         end += data.nbytes
-    return name_digest(hasher)
+    return name_digest(hasher), end

@@ -14,7 +14,7 @@ from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.errors import ConversionError, NonFiniteError, ShapeError, UsageError, lookup
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.roles import expert_group
-from minifloat.model.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
+from minifloat.model.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, mlx, modelopt
 from minifloat.model.layouts.contradictions import refuse_kv
 from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.inspection import format_name
@@ -24,6 +24,7 @@ from minifloat.model.plan.quantization import kept_linears
 from minifloat.model.runtime.engine_names import engine_names
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.scheme import Scheme, WeightSpec
+from minifloat.quantize.convert.mlx_plan import make_mlx_plan
 from minifloat.quantize.convert.plan import (
     Change,
     Conversion,
@@ -68,6 +69,8 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
             "minifloat quantize for gpt-oss in BF16"
         )
     layout = lookup("layout", name, TARGETS)
+    if layout.name == mlx.NAME:
+        return make_mlx_plan(checkpoint, allow_rounding=allow_rounding)
     description = describe_quantized(checkpoint)
     if description.layout == gpt_oss.NAME:
         raise ConversionError(

@@ -117,9 +117,10 @@ class Change(enum.Enum):
     """The change to the bytes of a tensor; the value is the text in reports."""
 
     KEEP = "not quantized"  #: same name, same bytes
-    MOVE = "bytes as they are"  #: under the name and the shape of the target
+    MOVE = "bytes as they are"  #: under the name and the shape of the target; several sources one after the other
     WIDEN = "widened to float32"
     INVERT = "reciprocal"
+    FOLD = "with the tensor scale"  #: block scales of NVFP4, those of `matrices`
     DECODE = "dequantized"
     DROP = "dropped"
 
