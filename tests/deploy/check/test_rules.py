@@ -11,7 +11,7 @@ from minifloat.deploy.check.engine_kernels import kernel_for
 from minifloat.deploy.check.judge import judge
 from minifloat.deploy.check.rules import RULES, LoadVerdict, apply_rules
 from minifloat.deploy.check.subject import Case, Kind, Subject, Weight, kind_of
-from minifloat.deploy.check.target import ENGINES, Target
+from minifloat.deploy.check.target import ENGINES, Target, machines_of
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.numerics.formats import E4M3
@@ -174,6 +174,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         "transformers:cpu",
         subject("fp8", embedding=True, head=True),
     ),
+    "mlx-layout": (subject("mxfp4", "mlx"), "vllm:h100", "minifloat:cpu"),
+    "mlx-other-layout": (subject("mxfp4"), "mlx:apple", subject("mxfp4", "mlx")),
     "vllm-modelopt-mxfp4": (subject("mxfp4", "modelopt"), "vllm:h100", subject("mxfp4")),
     "vllm-kv-scales-missing": (
         subject("fp8-block", kv=FP8_KV),
@@ -311,7 +313,7 @@ def test_every_failure_names_a_cure_and_a_source(rule: Any) -> None:
     assert rule.source
     assert rule.problem
     assert rule.cure or not rule.verdict.is_failure
-    assert set(rule.hardware) <= set(ENGINE_HARDWARE)
+    assert all(set(rule.hardware) <= set(machines_of(engine)) for engine in rule.engines)
 
 
 def test_evidence_of_broken_blocks_shows_the_remainder() -> None:

@@ -13,6 +13,7 @@ from converting import INTEROP, edited, loaded_logits, meaning, quantization_con
 from safetensors.torch import load_file, save_file
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.deploy.estimate.hardware import LOCAL_HARDWARE
 from minifloat.errors import ConfigError, ConversionError, MinifloatError, ShapeError, UnsupportedTensorError
 from minifloat.model.layouts import describe
 from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
@@ -32,7 +33,8 @@ SCALES = f"{LAYER}.down_proj.scales"
 def to_mlx(folder: Path, source: Path, scheme: str, *overrides: str, **options: Any) -> Path:
     """Quantize a model into ``folder / "q"``, and convert that into the folder that is returned."""
     quantize_checkpoint(source, folder / "q", scheme, QuantizeOptions(overrides=overrides, allow_partial=True))
-    convert_checkpoint(folder / "q", folder / "m", "mlx", ConvertOptions(**options))
+    report = convert_checkpoint(folder / "q", folder / "m", "mlx", ConvertOptions(**options))
+    assert next(verdict.loads for verdict in report.engines if verdict.engine == "mlx") == tuple(LOCAL_HARDWARE)
     return folder / "m"
 
 

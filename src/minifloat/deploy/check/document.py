@@ -45,6 +45,7 @@ _COMMANDS = {
         'model = AutoModelForCausalLM.from_pretrained("{model}", dtype="auto")',
     ),
     "minifloat": ("bash", "minifloat serve {model}"),
+    "mlx": ("bash", "mlx_lm.server --model {model}"),
 }
 _NOTES = {"transformers": "to look at answers, not to serve: it decodes weights first"}
 
@@ -101,7 +102,7 @@ def deployment_section(reports: Reports, model: str) -> str:
 def engines_section(reports: Reports, model: str) -> Section:
     """Return which engines load a checkpoint on which machines, why not, and the commands to serve it."""
     rows = [
-        [ENGINES[engine], *(_CELLS[report.verdict] for report in by_machine.values())]
+        [ENGINES[engine], *(_CELLS[by_machine[name].verdict] if name in by_machine else "" for name in ENGINE_HARDWARE)]
         for engine, by_machine in reports.items()
     ]
     why = _reasons(reports, LoadVerdict)

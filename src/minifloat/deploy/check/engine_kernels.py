@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from minifloat.deploy.check import vllm_plugin
 from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Case, Kind
-from minifloat.deploy.check.target import BEFORE_BLACKWELL, CPUS, NVIDIA
-from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
+from minifloat.deploy.check.target import BEFORE_BLACKWELL, CPUS, LOCALS, NVIDIA
+from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, mlx
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ _W8A8 = (Kind.FP8_STATIC, Kind.FP8_DYNAMIC)
 _WEIGHT_ONLY = "16-bit inputs"
 _FP8_INPUTS = "FP8 inputs"
 _DECODED = "BF16, decoded at load or at the first pass"
+_MLX = (Kind.MXFP4, Kind.NVFP4, Kind.MXFP8)
 _ALL_KINDS = tuple(kind for kind in Kind if kind is not Kind.OTHER)
 
 KERNELS: tuple[EngineKernel, ...] = (
@@ -76,6 +77,9 @@ KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel(
         "minifloat", CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, confirmed=True
     ),
+    EngineKernel("mlx", CPUS, _MLX, "mx.quantized_matmul", _WEIGHT_ONLY, confirmed=True, layout=mlx.NAME),
+    EngineKernel("mlx", LOCALS, _MLX, "mx.quantized_matmul", _WEIGHT_ONLY, layout=mlx.NAME),
+    EngineKernel("mlx", LOCALS, (Kind.MXFP4,), "mx.gather_qmm", _WEIGHT_ONLY, layout=_GPT_OSS),
 )
 
 

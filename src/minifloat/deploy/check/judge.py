@@ -14,8 +14,7 @@ from minifloat.checkpoint.hub import open_headers
 from minifloat.deploy.check.engine_kernels import EngineKernel, kernel_for
 from minifloat.deploy.check.rules import Finding, LoadVerdict, apply_rules
 from minifloat.deploy.check.subject import Case, Kind, Subject, Weight
-from minifloat.deploy.check.target import ENGINES, Target
-from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
+from minifloat.deploy.check.target import ENGINES, LOCAL, Target, machines_of
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.layouts import choose_writer, gpt_oss
 from minifloat.model.layouts.contradictions import refuse_contradictions
@@ -221,14 +220,15 @@ Reports = Mapping[str, Mapping[str, CheckReport]]
 
 
 def check_everywhere(subject: Subject, model: str) -> dict[str, dict[str, CheckReport]]:
-    """Return the report of every engine on one device of every machine: engine -> machine -> report."""
+    """Return the report of every engine on one device of each of its machines: engine -> machine -> report."""
     subject = _distinct_layers(subject)
     return {
         engine: {
             name: judge(model, None, Case(subject, Target(engine, hardware)))
-            for name, hardware in ENGINE_HARDWARE.items()
+            for name, hardware in machines_of(engine).items()
         }
         for engine in ENGINES
+        if LOCAL.get(engine, subject.layout) == subject.layout
     }
 
 
@@ -259,6 +259,8 @@ def engine_tags(reports: Reports) -> list[str]:
 
 def library_name(reports: Reports) -> str:
     """Return the library that hubs show a snippet for: transformers only if it loads the model."""
+    if "mlx" in reports:
+        return "mlx"
     return "transformers" if loads_in(reports["transformers"]) else "minifloat"
 
 

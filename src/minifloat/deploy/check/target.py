@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minifloat._version import __version__
-from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, Hardware, HardwareGeneration
+from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, LOCAL_HARDWARE, Hardware, HardwareGeneration
 from minifloat.errors import UsageError, lookup
+from minifloat.model.layouts import mlx
 from minifloat.numerics.formats import E4M3
 
 #: Engine -> the version whose code the rules were read from.
@@ -17,7 +18,10 @@ ENGINES = {
     "sglang": "SGLang, main branch at 0104cc50",
     "transformers": "transformers 5.23.0 with compressed-tensors 0.20.0",
     "minifloat": f"minifloat {__version__}",
+    "mlx": "mlx-lm 0.32.2 with mlx 0.32.4",
 }
+#: Engines on `LOCAL_HARDWARE`, and the layout that is made for each; reports on other layouts leave them out.
+LOCAL = {"mlx": mlx.NAME}
 
 #: Engine -> plugins of it that the rules know.
 PLUGINS = {"vllm": {"minifloat": "minifloat's kernels for linears on CPUs"}}
@@ -52,7 +56,7 @@ class Target:
         lookup("engine", engine, ENGINES)
         if tp < 1:
             raise UsageError(f"tp is at least 1, got {tp}")
-        machine = lookup("hardware", hardware, ENGINE_HARDWARE)
+        machine = lookup("hardware", hardware, machines_of(engine))
         if plugin is not None:
             lookup(f"plugin of {engine}", plugin, PLUGINS.get(engine, {}))
             if machine.generation.vendor != "cpu":
@@ -77,6 +81,11 @@ class Target:
         return f"{self.engine}{plugin}:{self.hardware.name}" + (f":tp{self.tp}" if self.tp > 1 else "")
 
 
+def machines_of(engine: str) -> dict[str, Hardware]:
+    """Return the machines that the rules of an engine were read for."""
+    return LOCAL_HARDWARE if engine in LOCAL else ENGINE_HARDWARE
+
+
 _ADA, _BLACKWELL = 89, 100
 
 
@@ -85,6 +94,7 @@ def _names(condition: Callable[[HardwareGeneration], bool]) -> tuple[str, ...]:
 
 
 ALL = tuple(ENGINE_HARDWARE)
+LOCALS = tuple(LOCAL_HARDWARE)
 CPUS = _names(lambda generation: generation.vendor == "cpu")
 GPUS = _names(lambda generation: generation.vendor != "cpu")
 NVIDIA = _names(lambda generation: generation.vendor == "nvidia")

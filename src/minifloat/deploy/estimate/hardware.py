@@ -18,6 +18,7 @@ _GIGA, _TERA = 10**9, 10**12
 _PROBE_BYTES, _PROBE_ROUNDS = 1 << 30, 3
 
 CPU = "cpu"
+APPLE = "apple"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _gpu(
 _ROWS = (
     Hardware(CPU, "x86 with AMX", generation=HardwareGeneration("x86 with AMX", "cpu", amx=True)),
     Hardware("cpu-no-amx", "x86 without AMX", generation=HardwareGeneration("x86 without AMX", "cpu")),
+    Hardware(APPLE, "Apple silicon", generation=HardwareGeneration("Apple silicon", APPLE)),
     Hardware("a100", "NVIDIA A100 (Ampere)", generation=_AMPERE),
     Hardware("mi300", "AMD MI300 (CDNA 3)", generation=_CDNA_3),
     # Sheets with one column of "with sparsity" figures: half of them is dense.
@@ -119,6 +121,8 @@ _TABLE = {machine.name: machine for machine in _ROWS}
 PLANNED_HARDWARE = {name: machine for name, machine in _TABLE.items() if machine.peaks or name == CPU}
 #: Machines that the rules of `check` were read for, by the name on the command line.
 ENGINE_HARDWARE = {name: _TABLE[name] for name in (CPU, "cpu-no-amx", "a100", "l40s", "h100", "h200", "b200", "mi300")}
+#: Machines of engines that run on no server, by the name on the command line.
+LOCAL_HARDWARE = {name: _TABLE[name] for name in (APPLE, CPU, "cpu-no-amx")}
 
 
 def get_hardware(name: str, *, bandwidth: float | None = None, peak: float | None = None) -> Hardware:
