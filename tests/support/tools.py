@@ -32,6 +32,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "llmcompressor": (),
     "lm-eval": (),
     "agents": (),
+    "mlx": (),
     "ray": ("torchvision", "torchaudio", "torchcodec"),
 }
 _COMPLETE = "minifloat-interop.sha256"
