@@ -281,6 +281,27 @@ def test_the_size_of_batches_does_not_change_the_scores(
     assert together.baseline_perplexity == pytest.approx(alone.baseline_perplexity, rel=1e-6)
 
 
+@pytest.mark.parametrize(("count", "shares"), [(1, []), (2, [1, 1, 2]), (3, [])])
+def test_native_models_that_run_at_the_same_time_have_equal_shares_of_the_threads_and_the_same_scores(
+    count: int,
+    shares: list[int],
+    llama_folder: Path,
+    mxfp4_folder: Path,
+    text: Path,
+    small_batches: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kl() -> Any:
+        return compare_models(llama_folder, mxfp4_folder, [text], window=16, prompts=0).candidates[0].overall.kl_mean
+
+    alone = kl()
+    asked: list[int] = []
+    monkeypatch.setattr(scoring.threads, "count", lambda: count)
+    monkeypatch.setattr(scoring.threads, "set_threads", asked.append)
+    assert kl() == alone
+    assert sorted(asked) == shares
+
+
 def test_progress_ends_at_the_tokens_of_the_texts(llama_folder: Path, text: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     compare_models(llama_folder, llama_folder, [text], window=32, progress=lambda *call: calls.append(call))
