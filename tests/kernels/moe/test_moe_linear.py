@@ -86,16 +86,6 @@ def test_ragged_groups_give_what_float64_gives(fmt: str, dtype: torch.dtype, imp
 
 
 @pytest.mark.skipif(native.load() is None, reason="no library")
-def test_a_token_of_several_experts_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weights = inputs(3, torch.bfloat16), experts("fp8", 6)
-    for rows in ([1, 1, 1, 1], [0, 0, 2, 2], [2, 1, 1, 0]):
-        counts, x_rows = (1, 1, 0, 1, 0, 1), torch.tensor(rows)
-        expected = exact(x, weights, counts, x_rows, None)
-        found = moe_linear(x, weights, offsets_of(counts), x_rows)
-        assert (found.double() - expected).norm() <= 2e-3 * expected.norm()
-
-
-@pytest.mark.skipif(native.load() is None, reason="no library")
 def test_more_tokens_than_one_wave_takes_give_the_same_bits() -> None:
     weights = [expert("fp8", seed, 32, 2048) for seed in range(4)]
     x = inputs(500, torch.float32, 2048)
@@ -129,23 +119,6 @@ def test_no_tokens_sort_into_empty_groups() -> None:
     assert offsets.tolist() == [0, 0, 0, 0]
     assert x_rows.numel() == order.numel() == 0
     assert moe_linear(torch.empty(0, COLS), experts("fp8", 3), offsets, x_rows).shape == (0, ROWS)
-
-
-def test_a_layer_of_experts_is_two_calls_and_a_weighted_sum() -> None:
-    gate_up = PackedExperts([expert("fp8", seed, 64, 96) for seed in range(4)])
-    down = PackedExperts([expert("fp8", seed + 9, 96, 32) for seed in range(4)])
-    x, ids = inputs(5, torch.float32, 96), torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1]])
-    scores = torch.rand(5, 2, generator=torch.Generator().manual_seed(3))
-    offsets, x_rows, order = sort_by_expert(ids, 4)
-    gate, up = moe_linear(x, gate_up, offsets, x_rows).chunk(2, dim=-1)
-    results = moe_linear(torch.nn.functional.silu(gate) * up, down, offsets) * scores.flatten()[order, None]
-    found = torch.zeros(5, 96).index_add_(0, x_rows, results)
-    for token in range(5):
-        expected = torch.zeros(96)
-        for e, score in zip(ids[token].tolist(), scores[token], strict=True):
-            one, other = (gate_up[e].dequantize() @ x[token]).chunk(2)
-            expected += score * (down[e].dequantize() @ (torch.nn.functional.silu(one) * other))
-        torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-4)
 
 
 BAD_GROUPS = {

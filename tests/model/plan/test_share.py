@@ -139,9 +139,3 @@ def test_the_report_says_that_multi_token_prediction_is_kept(make_checkpoint: Ma
     asked = quantize_checkpoint(source, tmp_path / "asked", "fp8", QuantizeOptions(mtp=True))
     assert not any("--mtp" in note for note in asked.notes)
     assert " --mtp" in asked.provenance["command"]
-
-
-def test_an_override_of_experts_of_unknown_shape_is_refused_with_the_rule(make_checkpoint: Make) -> None:
-    path = make_checkpoint(tensors=HIDDEN)
-    with pytest.raises(UnsupportedTensorError, match=r"secret_experts: no family describes .*\[4, 64, 64\].*rows and"):
-        plan_of(path, "secret_experts=fp8")
