@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from minifloat.checkpoint.hub import hub_id, open_headers
 from minifloat.deploy.check import ENGINE_HARDWARE, ENGINES, Target, check_checkpoint, vllm_plugin
+from minifloat.deploy.check.target import EARLIER
 from minifloat.deploy.diagnosis.machine import find_gpus
 from minifloat.errors import UsageError
 from minifloat.model.layouts import READERS
@@ -97,7 +98,7 @@ def check_before_start(options: VllmOptions) -> None:
     vllm = find_vllm(options)
     _LOG.info("vLLM %s", vllm.version)
     checked = ENGINES["vllm"].removeprefix("vLLM ")
-    if vllm.version.partition("+")[0] != checked:
+    if vllm.version.partition("+")[0] not in (checked, *EARLIER["vllm"]):
         _LOG.warning("the checks were read from vLLM %s; %s may behave differently", checked, vllm.version)
     if method is None or method in READERS:
         _require_loadable(options, options.hardware or find_hardware(vllm.version), vllm.plugin)

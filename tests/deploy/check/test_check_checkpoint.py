@@ -150,7 +150,7 @@ def test_the_json_output_names_the_verdict_the_engine_and_the_rules() -> None:
     )
     answer = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert (answer["verdict"], answer["tp"], answer["engine_version"]) == ("refused", 8, "vLLM 0.32.0")
+    assert (answer["verdict"], answer["tp"], answer["engine_version"]) == ("refused", 8, "vLLM 0.33.0")
     assert "blocks-128" in [finding["rule"] for finding in answer["findings"]]
 
 

@@ -154,7 +154,7 @@ def test_an_unknown_version_is_a_warning(
     assert "read from vLLM" not in caplog.text
     monkeypatch.setenv("FAKE_VERSION", "0.99.0")
     check_before_start(options)
-    assert "read from vLLM 0.32.0; 0.99.0 may behave differently" in caplog.text
+    assert "read from vLLM 0.33.0; 0.99.0 may behave differently" in caplog.text
 
 
 @pytest.mark.parametrize(

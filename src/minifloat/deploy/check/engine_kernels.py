@@ -36,6 +36,13 @@ _ALL_KINDS = tuple(kind for kind in Kind if kind is not Kind.OTHER)
 KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel("vllm", ("cpu",), (Kind.FP8_BLOCK,), "CPUFp8BlockScaledMMKernel (AMX)", _WEIGHT_ONLY, confirmed=True),
     EngineKernel(
+        "vllm",
+        ("cpu",),
+        (Kind.FP8_DYNAMIC,),
+        "ChannelWiseTorchFP8ScaledMMLinearKernel, since 0.33 CPUFp8ChannelWiseScaledMMLinearKernel (AMX)",
+        "FP8 inputs, since 0.33 16-bit inputs",
+    ),
+    EngineKernel(
         "vllm", CPUS, (Kind.FP8_DYNAMIC,), "ChannelWiseTorchFP8ScaledMMLinearKernel", _FP8_INPUTS, confirmed=True
     ),
     EngineKernel("vllm", ("a100",), _W8A8, "Humming, else MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),

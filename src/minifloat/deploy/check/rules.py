@@ -25,6 +25,7 @@ from minifloat.deploy.check.target import (
     GPUS,
     LOCALS,
     NVIDIA,
+    WITH_AMX,
     WITHOUT_AMX,
     WITHOUT_FP8,
 )
@@ -297,7 +298,14 @@ RULES: tuple[LoadingRule, ...] = (
         seen=_VLLM_CPU,
         lifted_by=PLUGIN,
     ),
-    rule("vllm-cpu-dynamic", VLLM, CPUS, DEGRADED, weights(Kind.FP8_DYNAMIC)).because(
+    rule("vllm-cpu-dynamic-amx", VLLM, WITH_AMX, DEGRADED, weights(Kind.FP8_DYNAMIC)).because(
+        "up to vLLM 0.32 torch._scaled_mm is the only kernel that fits, and it is hundreds of times slower than BF16; "
+        "0.33, of which there is no package for CPUs, multiplies with AMX and 16-bit inputs",
+        cure=f"vLLM 0.33 built for CPUs; or {_ON_CPU}",
+        source=f"{_VLLM_KERNELS}: CPUFp8ChannelWiseScaledMMLinearKernel (2026-11-01)",
+        lifted_by=PLUGIN,
+    ),
+    rule("vllm-cpu-dynamic", VLLM, WITHOUT_AMX, DEGRADED, weights(Kind.FP8_DYNAMIC)).because(
         "torch._scaled_mm is the only kernel that fits, and it is hundreds of times slower than BF16",
         cure=_ON_CPU,
         source=f"{_VLLM_KERNELS}: ChannelWiseTorchFP8ScaledMMLinearKernel is the only one that fits; speed: our notes "

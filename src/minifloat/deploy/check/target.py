@@ -14,12 +14,14 @@ from minifloat.numerics.formats import E4M3
 
 #: Engine -> the version whose code the rules were read from.
 ENGINES = {
-    "vllm": "vLLM 0.32.0",
+    "vllm": "vLLM 0.33.0",
     "sglang": "SGLang, main branch at 0104cc50",
     "transformers": "transformers 5.23.0 with compressed-tensors 0.20.0",
     "minifloat": f"minifloat {__version__}",
     "mlx": "mlx-lm 0.32.2 with mlx 0.32.4",
 }
+#: Engine -> earlier versions for which the rules hold too. Packages of vLLM for CPUs ended with 0.32.0 on 2026-11-28.
+EARLIER = {"vllm": ("0.32.0",)}
 #: Engines on `LOCAL_HARDWARE`, and the layout that is made for each; reports on other layouts leave them out.
 LOCAL = {"mlx": mlx.NAME}
 
@@ -99,6 +101,7 @@ CPUS = _names(lambda generation: generation.vendor == "cpu")
 GPUS = _names(lambda generation: generation.vendor != "cpu")
 NVIDIA = _names(lambda generation: generation.vendor == "nvidia")
 AMD = _names(lambda generation: generation.vendor == "amd")
+WITH_AMX = _names(lambda generation: generation.amx)
 WITHOUT_AMX = _names(lambda generation: generation.vendor == "cpu" and not generation.amx)
 FNUZ = _names(lambda generation: generation.fnuz)
 BLACKWELL = _names(lambda generation: generation.vendor == "nvidia" and generation.capability >= _BLACKWELL)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from minifloat.deploy.check import ENGINES
+from minifloat.deploy.check.target import EARLIER
 
 _PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "numpy", "accelerate", "compressed-tensors")
 _REQUIRED = ("torch", "transformers", "safetensors")
@@ -90,7 +91,8 @@ def problems(installed: Mapping[str, str]) -> Iterator[str]:
             yield f"{problem.package} {version}: {problem.effect}; pip install -U {problem.package}"
     for engine, version in engines().items():
         known = ENGINES[engine].rpartition(" ")[2]
-        if engine != "transformers" and _numbers(version)[:2] not in ((), _numbers(known)[:2]):
+        read = {_numbers(other)[:2] for other in (known, *EARLIER.get(engine, ()))}
+        if engine != "transformers" and _numbers(version)[:2] not in {(), *read}:
             yield f"{engine} {version}: the rules of `minifloat check` were read from {known}, and may differ"
 
 
