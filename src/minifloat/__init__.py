@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from minifloat.model.runtime.load import LoadOptions, load
     from minifloat.numerics.scheme import SCHEMES, Scheme
     from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
-    from minifloat.quantize.convert import ConvertOptions, ConvertReport, convert_checkpoint
+    from minifloat.quantize.convert import ConvertOptions, ConvertReport, GgufOptions, convert_checkpoint
     from minifloat.quantize.data import DataOptions
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.options import Budget, QuantizeOptions
@@ -88,6 +88,7 @@ _EXPORTS = {
     "Engine": "minifloat.engine",
     "EngineOptions": "minifloat.engine",
     "GainsReport": "minifloat.evaluate.bench.figures",
+    "GgufOptions": "minifloat.quantize.convert",
     "Inspection": "minifloat.model.layouts.inspection",
     "LoadOptions": "minifloat.model.runtime.load",
     "MinifloatError": "minifloat.errors",
@@ -148,6 +149,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "GainsReport",
+    "GgufOptions",
     "Inspection",
     "LoadOptions",
     "MinifloatError",

@@ -31,6 +31,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "vllm": ("torchvision", "torchaudio", "torchcodec"),
     "llmcompressor": (),
     "lm-eval": (),
+    "llama-cpp": (),
     "agents": (),
     "mlx": (),
     "ray": ("torchvision", "torchaudio", "torchcodec"),

@@ -9,16 +9,25 @@ from typing import Any
 import click
 
 from minifloat.commands.options import FOLDER, MODEL, json_option, revision_option, show, verbose_option
-from minifloat.commands.options_from import build, options_from
-from minifloat.quantize.options import ConvertOptions
+from minifloat.commands.options_from import GroupedCommand, build, options_from
+from minifloat.quantize.options import ConvertOptions, GgufOptions
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", type=MODEL)
 @click.argument("out", type=FOLDER)
 @revision_option()
-@click.option("--layout", metavar="NAME", help="compressed-tensors, fp8 (DeepSeek), modelopt, mxfp8 (SGLang) or mlx.")
+@click.option(
+    "--layout", metavar="NAME", help="compressed-tensors, fp8 (DeepSeek), modelopt, mxfp8 (SGLang), mlx or gguf."
+)
 @options_from(ConvertOptions, without=("revision",))
+@options_from(
+    GgufOptions,
+    group="GGUF",
+    fp8={"flags": ("--gguf-fp8",)},
+    embedding={"flags": ("--gguf-embedding",)},
+    pre_tokenizer={"flags": ("--gguf-pre-tokenizer",), "metavar": "NAME"},
+)
 @verbose_option()
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 @json_option()
@@ -26,6 +35,8 @@ def convert(
     model: str, out: Path, layout: str | None, verbose: bool, quiet: bool, as_json: bool, **values: Any
 ) -> None:
     """Write the quantized checkpoint MODEL in another layout, or dequantized, into the new folder OUT.
+
+    With --layout gguf, OUT is a file of llama.cpp, or the folder that it is put into.
 
     Codes and scales keep their values, or the conversion is refused before anything is written, with the reason.
     """
@@ -39,6 +50,7 @@ def convert(
             out,
             layout,
             build(ConvertOptions, values),
+            gguf=build(GgufOptions, values),
             progress=progress,
             announce=None if quiet else announce,
         )

@@ -142,3 +142,21 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """How a checkpoint is written as a GGUF file.
+
+    Attributes:
+        fp8: Type of weights that GGUF has no codes for, as FP8: q8_0 or bf16; both round, and the report says how much.
+        embedding: Type of the embedding and of the output layer: bf16 or q8_0; None: as stored.
+        pre_tokenizer: llama.cpp's name for the way a tokenizer of GPT-2's kind splits words; None: found.
+    """
+
+    fp8: Literal["q8_0", "bf16"] = "q8_0"
+    embedding: Literal["bf16", "q8_0"] | None = None
+    pre_tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)

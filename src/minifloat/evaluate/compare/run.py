@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import logging
+import os
 import platform
 import tempfile
 import time
@@ -25,6 +26,7 @@ from minifloat.calibration.data import SourceLike, as_source
 from minifloat.calibration.readers import locate
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder
+from minifloat.checkpoint.layout import is_gguf
 from minifloat.checkpoint.progress import Progress
 from minifloat.engine import EngineOptions
 from minifloat.errors import MinifloatError, UsageError
@@ -42,6 +44,7 @@ from minifloat.evaluate.compare.tasks import Tasks
 from minifloat.evaluate.compare.verdict import LEAST_KL, MEAN_KL, Verdict, judge
 from minifloat.kernels import native, processors
 from minifloat.model.layouts import describe
+from minifloat.model.layouts.gguf import require_package
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.tokenizer import load_tokenizer
 
@@ -84,7 +87,7 @@ def compare_models(
 
     Args:
         baseline: A folder, a model of the hub, or a model from `minifloat.model.runtime.load.load`.
-        candidates: One or several models, given like the baseline.
+        candidates: One or several models, given like the baseline; or GGUF files of it.
         data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
             a ``#``. By default the two short texts that come with minifloat.
         options: How the models run, and what is measured; None: `CompareOptions()`.
@@ -205,7 +208,7 @@ def _settings(models: Sequence[Model], corpus: Corpus, options: CompareOptions) 
 def _fingerprint(model: Model) -> dict[str, Any]:
     """Identify a folder's weights without reading them: by path, config, and the shards' sizes and times of change."""
     checkpoint = model.headers()
-    stats = {name: (checkpoint.path / name).stat() for name in checkpoint.shards}
+    stats = {name: checkpoint.shard_path(name).stat() for name in checkpoint.shards}
     return {
         "folder": str(checkpoint.path.resolve()),
         "config": checkpoint.config,
@@ -293,14 +296,26 @@ def _machine() -> dict[str, Any]:
 def opened(
     baseline: ModelLike, candidates: Sequence[ModelLike], options: CompareOptions
 ) -> Iterator[list[Checkpoint | None]]:
-    """Open the checkpoint of each model; None for one that is loaded."""
+    """Open the checkpoint of each model; None for one that is loaded. A GGUF file gets the config of the baseline."""
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(Checkpoint.open(model_folder(model, revision=None if at else options.revision)))
-            if is_named(model)
-            else None
-            for at, model in enumerate((baseline, *candidates))
-        ]
+        checkpoints: list[Checkpoint | None] = []
+        for at, model in enumerate((baseline, *candidates)):
+            checkpoint = None
+            if is_named(model) and at and is_gguf(os.fspath(model)):
+                checkpoint = _open_gguf(model, checkpoints[0])
+            elif is_named(model):
+                checkpoint = Checkpoint.open(model_folder(model, revision=None if at else options.revision))
+            checkpoints.append(checkpoint if checkpoint is None else stack.enter_context(checkpoint))
+        yield checkpoints
+
+
+def _open_gguf(file: str | os.PathLike[str], baseline: Checkpoint | None) -> Checkpoint:
+    if baseline is None:
+        raise UsageError(f"{file}: a GGUF file is compared with a model folder, whose config says how it runs")
+    require_package()
+    from minifloat.model.layouts.gguf.reading import GgufCheckpoint
+
+    return GgufCheckpoint(Path(file), baseline)
 
 
 def open_models(

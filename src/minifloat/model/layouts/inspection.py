@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import open_headers
+from minifloat.checkpoint.layout import is_gguf
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.roles import role_of
 from minifloat.model.layouts import Description, describe
+from minifloat.model.layouts.gguf import require_package
 from minifloat.model.layouts.stored import StoredWeight
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
@@ -108,15 +111,35 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = N
     """Describe a checkpoint.
 
     Args:
-        path: A folder, or the id of a model of the hub, whose weights are not downloaded.
+        path: A folder, a GGUF file, or the id of a model of the hub, whose weights are not downloaded.
         revision: Branch, tag or commit of a model of the hub; by default its default branch.
 
     Raises:
         CheckpointError: If a file is invalid.
         HubError: If the hub has no such model, refuses the request, or cannot be reached.
     """
+    if is_gguf(os.fspath(path)) and Path(path).is_file():
+        return _inspect_gguf(Path(path))
     with open_headers(path, revision=revision) as checkpoint:
         return inspect_opened(path, checkpoint, describe(checkpoint))
+
+
+def _inspect_gguf(path: Path) -> Inspection:
+    require_package()
+    from minifloat.model.layouts.gguf.reading import EMBEDDING, read_header
+
+    fields, tensors = read_header(path)
+    rows = []
+    for name, tensor in tensors.items():
+        shape, format_ = tuple(int(extent) for extent in reversed(tensor.shape)), tensor.tensor_type.name
+        kind = "quantized"
+        if format_ in ("F32", "F16", "BF16"):
+            kind = "unquantized linear" if len(shape) > 1 else Role.VECTOR.value
+        kind = Role.EMBEDDING.value if name == EMBEDDING else kind
+        rows.append(TensorRow(name, kind, format_, shape, math.prod(shape), int(tensor.n_bytes)))
+    rows.sort(key=lambda row: row.kind != "quantized")
+    name = fields["general.architecture"].contents() if "general.architecture" in fields else "unknown"
+    return Inspection(str(path), str(name), "gguf", None, 1, tuple(rows))
 
 
 def inspect_opened(path: str | os.PathLike[str], checkpoint: Checkpoint, description: Description) -> Inspection:
@@ -184,5 +207,5 @@ def _plain_rows(checkpoint: Checkpoint, description: Description) -> list[Tensor
         role = role_of(info, family)
         kind = "scale" if auxiliary else ("unquantized linear" if role is Role.LINEAR else role.value)
         elements = 0 if auxiliary else math.prod(info.shape)
-        rows.append(TensorRow(name, kind, info.dtype, info.shape, elements, info.nbytes))
+        rows.append(TensorRow(name, kind, info.dtype, info.shape, elements, checkpoint.stored_bytes(info)))
     return rows

@@ -58,7 +58,7 @@ def document(report: ConvertReport, *, verbose: bool = False) -> Document:
                 Text(total),
                 outcome_lines(report.resumed_shards, report.notes, report.destination),
             ),
-            verdict_section(report.engines),
+            *([verdict_section(report.engines)] if report.engines else []),
         ],
     )
 

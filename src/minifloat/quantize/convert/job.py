@@ -38,6 +38,7 @@ from minifloat.deploy.check.document import MODEL
 from minifloat.deploy.check.judge import Reports, engine_verdicts
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
+from minifloat.model.layouts.gguf import require_package
 from minifloat.model.layouts.reading import read_scales, widen
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
@@ -54,10 +55,11 @@ from minifloat.quantize.convert.plan import (
     warnings_of,
 )
 from minifloat.quantize.nonfinite import Copied, nonfinite_detail, nonfinite_notes, tensors_allowed
-from minifloat.quantize.options import ConvertOptions
+from minifloat.quantize.options import ConvertOptions, GgufOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded
 
+GGUF = "gguf"  #: the layout that is a file, not a folder
 _METADATA = {"format": "pt", "minifloat": __version__}
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
@@ -68,6 +70,7 @@ def convert_checkpoint(
     layout: str | None = None,
     options: ConvertOptions | None = None,
     *,
+    gguf: GgufOptions | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ConvertReport:
@@ -78,9 +81,10 @@ def convert_checkpoint(
 
     Args:
         source: A folder or a model of the hub, in any layout that `layouts.describe` reads.
-        destination: A folder that does not exist yet, in one that does.
-        layout: A name of `layouts.TARGETS`; None with `options.dequantize`.
+        destination: A folder that does not exist yet, in one that does. For gguf the file, or a folder for it.
+        layout: A name of `layouts.TARGETS`, or gguf; None with `options.dequantize`.
         options: Whether to dequantize, and all else; `ConvertOptions` describes them.
+        gguf: Types in a GGUF file; a model that is not quantized can be written too.
         progress: Called from this thread as work completes.
         announce: Called before anything is written with each note on engines that will answer wrongly.
 
@@ -96,6 +100,8 @@ def convert_checkpoint(
     _check(layout, options := options or ConvertOptions())
     with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
+        if layout == GGUF:
+            return _write_gguf(checkpoint, str(source), Path(destination), options, gguf or GgufOptions(), progress)
         if layout is None:
             plan = make_dequantize_plan(checkpoint, options.dtype)
         else:
@@ -127,6 +133,13 @@ def convert_checkpoint(
             _write_small_files(checkpoint, plan, writer, report, engines)
             writer.commit()
     return report
+
+
+def _write_gguf(*arguments: Any) -> ConvertReport:
+    require_package()
+    from minifloat.quantize.convert.gguf_file import write_gguf
+
+    return write_gguf(*arguments)
 
 
 def _check(layout: str | None, options: ConvertOptions) -> None:

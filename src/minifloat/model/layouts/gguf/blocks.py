@@ -1,0 +1,62 @@
+"""Codes and scales of MXFP4 and NVFP4 in ggml's blocks: the same bits in another order, and back.
+
+Source: ggml, ``ggml-common.h`` (`block_mxfp4`, `block_nvfp4`). The scale bytes of a block come first. Its codes are in
+groups with one scale; byte j of a group holds element j in the low nibble, and in the high one the element half a group
+later. llama.cpp doubles the values of codes and halves those of scales, so that products are those of checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minifloat.model.layouts.reading import Bytes
+from minifloat.numerics.formats import E2M1, E4M3, E8M0
+from minifloat.numerics.granularity import GROUP_16, GROUP_32, Granularity
+from minifloat.numerics.scheme import WeightSpec
+
+
+class Blocks(NamedTuple):
+    """A block format of ggml that holds E2M1 codes."""
+
+    name: str  #: of the type in gguf
+    group: int  #: elements with one scale
+    groups: int  #: groups in a block
+
+    @property
+    def elements(self) -> int:
+        return self.group * self.groups
+
+    @property
+    def nbytes(self) -> int:
+        return self.groups + self.elements // 2
+
+    def pack(self, codes: Bytes, scales: Bytes) -> Bytes:
+        """Return the blocks, uint8 ``[R, bytes]``, of codes ``[R, K / 2]`` (even elements low) and scales."""
+        rows, count = len(codes), codes.shape[1] * 2 // self.elements
+        pairs = codes.reshape(rows, count, self.groups, self.group // 2)
+        elements = np.stack([pairs & 0xF, pairs >> 4], axis=-1).reshape(rows, count, self.groups, 2, self.group // 2)
+        packed = (elements[..., 0, :] | elements[..., 1, :] << 4).reshape(rows, count, -1)
+        return np.concatenate([scales.reshape(rows, count, self.groups), packed], axis=-1).reshape(rows, -1)
+
+    def unpack(self, blocks: Bytes) -> tuple[Bytes, Bytes]:
+        """Return codes and scales, as `pack` takes them."""
+        rows = len(blocks)
+        parts = blocks.reshape(rows, -1, self.nbytes)
+        packed = parts[..., self.groups :].reshape(rows, -1, self.group // 2)
+        elements = np.concatenate([packed & 0xF, packed >> 4], axis=-1).reshape(rows, -1, 2)
+        return elements[..., 0] | elements[..., 1] << 4, parts[..., : self.groups].reshape(rows, -1)
+
+
+MXFP4 = Blocks("MXFP4", 32, 1)
+NVFP4 = Blocks("NVFP4", 16, 4)
+
+
+def blocks_of(spec: WeightSpec) -> Blocks | None:
+    """Return the blocks that hold the codes and scales of a weight; None where ggml has none."""
+    formats: dict[tuple[object, object, Granularity], Blocks] = {
+        (E2M1, E8M0, GROUP_32): MXFP4,
+        (E2M1, E4M3, GROUP_16): NVFP4,
+    }
+    return formats.get((spec.element, spec.scale, spec.granularity))

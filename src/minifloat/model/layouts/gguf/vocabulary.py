@@ -1,0 +1,144 @@
+"""The tokenizer of a model folder, as llama.cpp stores it.
+
+Tokenizers of GPT-2's kind keep their merges, and a name says how they split words. Those of SentencePiece's kind have
+scores instead, which here are the ranks of the merges: both merge the best pair first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+
+from minifloat.errors import CheckpointError, UsageError, lookup
+from minifloat.model.layouts.gguf.architectures import Architecture
+from minifloat.model.layouts.gguf.pre_tokenizers import GPT2_WORDS, NAMES, PROBE, WORDS, name_of
+from minifloat.model.runtime.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KINDS = ("bos", "eos", "unk", "sep", "pad", "mask")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+#: Texts of tokens that control a model although some tokenizers do not say so.
+_CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
+_UNREACHABLE = -1e6  #: score of a token that no merge makes
+_WORD_START = "\u2581"
+Config = Mapping[str, Any]
+
+
+def write_vocabulary(
+    writer: gguf.GGUFWriter, folder: Path, row: Architecture, config: Config, pre_tokenizer: str | None
+) -> None:
+    """Write tokens, merges or scores, special tokens and chat templates.
+
+    Args:
+        writer: Of the file.
+        folder: The model folder.
+        row: The architecture.
+        config: The text model's config with all defaults of transformers.
+        pre_tokenizer: llama.cpp's name for the way a tokenizer of GPT-2's kind splits words; None: found.
+
+    Raises:
+        CheckpointError: The folder has no tokenizer, or one that transformers cannot load.
+        UsageError: llama.cpp has no such tokenizer.
+    """
+    tokenizer = load_tokenizer(folder)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError(f"{folder}: its tokenizer has no tokenizer.json, and cannot be made into one")
+    stored: dict[str, Any] = json.loads(backend.to_str())
+    kind = stored["model"].get("type")
+    if kind != "BPE":
+        raise UsageError(f"{folder}: a tokenizer of the kind {kind}; GGUF files are written with BPE only")
+    pieces = bool(stored["model"].get("byte_fallback"))
+    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    if pre_tokenizer is not None:
+        lookup("pre-tokenizer", pre_tokenizer, dict.fromkeys(NAMES.values()))
+    writer.add_tokenizer_pre("default" if pieces else pre_tokenizer or _pre_tokenizer(folder, tokenizer, stored))
+    tokens, types = _tokens(folder, stored, config["vocab_size"], pieces)
+    writer.add_token_list(tokens)
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in stored["model"]["merges"]]
+    if pieces:
+        rank = {left + right: -float(at) for at, (left, right) in reversed(list(enumerate(merges)))}
+        writer.add_token_scores([rank.get(token, _UNREACHABLE) for token in tokens])
+        writer.add_add_space_prefix(_prepends_space(stored))
+    else:
+        writer.add_token_merges([" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges])
+    writer.add_token_types(types)
+    _write_special(writer, tokenizer, row, config)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
+    elif template:
+        writer.add_chat_template(template)
+
+
+def _pre_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, stored: Config) -> str:
+    found = name_of(tokenizer.encode(PROBE))
+    if found is None:
+        steps = _steps(stored, "pre_tokenizer")
+        match [step["type"] for step in steps]:
+            case ["ByteLevel"] if steps[0]["use_regex"]:
+                found = WORDS[GPT2_WORDS]
+            case ["Split", "ByteLevel"]:
+                found = WORDS.get(steps[0]["pattern"].get("Regex"))
+    if found is None:
+        raise UsageError(
+            f"{folder}: llama.cpp has no name for the way its tokenizer splits words; if it splits them as a known one "
+            "does, name that with --gguf-pre-tokenizer (llama-bpe, qwen2, gpt-2, ...)"
+        )
+    return found
+
+
+def _steps(stored: Config, key: str) -> list[Config]:
+    """Return the steps of a normalizer or a pre-tokenizer."""
+    whole = stored[key] or {}
+    return [*whole.get("normalizers", whole.get("pretokenizers", [whole] if whole else []))]
+
+
+def _tokens(folder: Path, stored: Config, size: int, pieces: bool) -> tuple[list[str], list[int]]:
+    """Return the text and the type of each token; ids without a token are unused."""
+    texts, types = [f"[PAD{token}]" for token in range(size)], [int(gguf.TokenType.UNUSED)] * size
+    added = {entry["content"]: entry for entry in stored["added_tokens"]}
+    ids = {**stored["model"]["vocab"], **{text: entry["id"] for text, entry in added.items()}}
+    if max(ids.values()) >= size:
+        raise CheckpointError(folder, f"its tokenizer has {max(ids.values()) + 1} tokens, and the model only {size}")
+    for text, token in ids.items():
+        kind = gguf.TokenType.NORMAL
+        if text in added:
+            is_control = added[text]["special"] or _CONTROL.fullmatch(text) is not None
+            kind = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
+        if pieces and text == stored["model"].get("unk_token"):
+            kind = gguf.TokenType.UNKNOWN
+        elif pieces and _BYTE.fullmatch(text):
+            kind = gguf.TokenType.BYTE
+        texts[token] = text.replace(_WORD_START, " ") if kind is gguf.TokenType.USER_DEFINED else text
+        types[token] = int(kind)
+    return texts, types
+
+
+def _prepends_space(stored: Config) -> bool:
+    return any(
+        step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for key in ("normalizer", "pre_tokenizer")
+        for step in _steps(stored, key)
+    )
+
+
+def _write_special(
+    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, row: Architecture, config: Config
+) -> None:
+    ids: dict[str, Any] = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in _KINDS}
+    ids = {kind: config.get(f"{kind}_token_id") if token is None else token for kind, token in ids.items()}
+    ids |= {kind: tokenizer.convert_tokens_to_ids(text) for kind, text in row.tokens}
+    for kind, token in ids.items():
+        if isinstance(token, int):
+            getattr(writer, f"add_{kind}_token_id")(token)
+    around = tokenizer.encode("a")
+    writer.add_add_bos_token(around[0] == ids["bos"])
+    writer.add_add_eos_token(around[-1] == ids["eos"])
