@@ -127,9 +127,14 @@ def compare(
     if update_card:
         require_folders(candidates)
     require_writable(report, "--report")
-    use_threads(threads)
-    from minifloat.commands.progress import progress_bar
-    from minifloat.evaluate.compare.document import document
+    from minifloat.serve.starting import import_torch, starting
+
+    with starting():
+        if values["device"] == "cpu":
+            import_torch()
+        use_threads(threads)
+        from minifloat.commands.progress import progress_bar
+        from minifloat.evaluate.compare.document import document
 
     shared = {"tolerance": build(Tolerance, values), "command": shlex.join(["minifloat", *sys.argv[1:]])}
     with progress_bar(enabled=not as_json) as progress:

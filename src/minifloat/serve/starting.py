@@ -58,7 +58,7 @@ def _load_library_of_torch() -> None:
 
 
 #: Registers torch's kernels for tensors without memory (device "meta"), of use to its compiler and to transformers'
-#: models: a quarter of the time of `import torch`. `engine/opening.py` imports it before transformers.
+#: models: a quarter of the time of `import torch`. `engine/opening.py` and `compare` import it before those models.
 _META_KERNELS = "torch._meta_registrations"
 
 

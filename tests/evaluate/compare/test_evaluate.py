@@ -546,3 +546,22 @@ def test_models_in_the_engine_are_compared_without_the_models_of_transformers(ll
     arguments = [sys.executable, "-c", code, str(llama_folder), str(text)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("scheme", "needed"), [("mxfp4", False), ("fp8-dynamic", True)])
+def test_the_command_imports_the_kernels_of_tensors_without_memory_for_transformers_only(
+    scheme: str, needed: bool, llama_folder: Path, tmp_path: Path, text: Path
+) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "quantized", scheme)
+    code = (
+        "import atexit, sys\n"
+        "from minifloat.commands.main import main\n"
+        "atexit.register(lambda: print('torch._meta_registrations' in sys.modules))\n"
+        "main()\n"
+    )
+    models = [str(llama_folder), str(tmp_path / "quantized")]
+    options = ["--data", str(text), "--window", "16", "--prompts", "0", "--no-report"]
+    command = [sys.executable, "-c", code, "compare", *models, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == str(needed), done.stderr
+    assert "same top-1" in done.stdout

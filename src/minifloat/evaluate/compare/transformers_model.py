@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch._meta_registrations  # `minifloat compare` leaves it out of torch at first
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
