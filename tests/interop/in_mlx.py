@@ -1,4 +1,4 @@
-"""Load folders with mlx-lm and write the logits of a text; runs in mlx-lm's Python environment."""
+"""Quantize a model with mlx-lm, load folders and write the logits of a text; runs in mlx-lm's Python environment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.convert import convert
 from mlx_lm.utils import load_model
 
 
 def main() -> None:
-    """Write ``<folder>.logits`` for each folder of the request, and append a line with the error or null."""
+    """Quantize into the folders of ``made``; write ``<folder>.logits`` of each of ``folders``, a line for each."""
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    for folder, mode in request["made"].items():
+        convert(request["source"], folder, quantize=True, q_mode=mode)
     for folder in request["folders"]:
         answer: dict[str, Any] = {"error": None}
         try:

@@ -1,4 +1,4 @@
-"""mlx-lm computes from our folders the model that we compute, in every mode and for every model type of the layout."""
+"""mlx-lm computes from our folders, and we from its own, the same model, in every mode and for every model type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.timeout(1800)
 #: Fields that every released config of these types states, and mlx-lm asks for.
 _STATED = {"qwen3_moe": {"head_dim": 32}, "glm4_moe": {"head_dim": 32}}
 _SCHEMES = ("mxfp4", "nvfp4", "mxfp8")
-_CASES = (*_SCHEMES, *mlx.MODEL_TYPES)
+_THEIRS = {f"made by mlx-lm in {scheme}": scheme for scheme in _SCHEMES}
+_CASES = (*_SCHEMES, *mlx.MODEL_TYPES, *_THEIRS)
 _TOKENS = [list(range(40, 72))]
 #: Largest difference of log-probabilities of likely tokens in float32, in which both sides multiply the same numbers.
 _ROUNDING = 1e-3
@@ -46,14 +47,16 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("mlx")
-    for case in _CASES:
+    for case in (*_SCHEMES, *mlx.MODEL_TYPES):
         scheme, source = (case, STORYBOOK) if case in _SCHEMES else ("mxfp4", folder / f"{case}-bf16")
         if source != STORYBOOK:
             small_models.make_model(small_models.Case(case, case, _STATED.get(case, {})), source)
         quantize_checkpoint(source, folder / f"{case}-ours", scheme, QuantizeOptions(allow_partial=True))
         rounding = ConvertOptions(allow_rounding=scheme == "nvfp4")
         convert_checkpoint(folder / f"{case}-ours", folder / case, "mlx", rounding)
-    request = {"folders": [str(folder / case) for case in _CASES], "tokens": _TOKENS}
+    made = {str(folder / case): scheme for case, scheme in _THEIRS.items()}
+    folders = [str(folder / case) for case in _CASES]
+    request = {"source": str(STORYBOOK), "made": made, "folders": folders, "tokens": _TOKENS}
     return Run(folder, dict(zip(_CASES, run_script("mlx", "in_mlx.py", request, folder), strict=True)))
 
 
@@ -69,7 +72,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_mlx_lm_gives_our_logits(case: str, run: Run) -> None:
+def test_mlx_lm_and_our_loader_give_the_same_logits(case: str, run: Run) -> None:
     assert _difference(_logprobs(run.folder / case), run.theirs(case)) < _ROUNDING
 
 
