@@ -19,7 +19,7 @@ from minifloat.calibration import own_text
 from minifloat.calibration.calibrate import calibrate, load_texts
 from minifloat.calibration.data import CalibrationSet, load_calibration_data
 from minifloat.calibration.options import TextOptions
-from minifloat.calibration.own_text import own_text_path, read_token_file, write_own_text
+from minifloat.calibration.own_text import read_token_file, write_own_text
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, CheckpointError, DataError, StatsError, UnknownNameError, UsageError
@@ -392,26 +392,6 @@ def test_every_command_keeps_the_text_of_a_model_in_one_file(llama_folder: Path,
     longer = run("calibrate", model, str(tmp_path / "d"), "--data", "self", "--samples", "30", "--seq-len", "24")
     assert f"{llama_folder.name}.self-text-24.safetensors" in longer
     assert (tmp_path / text).read_bytes() == written
-
-
-def test_text_under_its_former_name_is_used_on_by_runs_of_its_length(llama_folder: Path, tmp_path: Path) -> None:
-    former, older = tmp_path / "model.self-text.safetensors", tmp_path / "a.self.safetensors"
-
-    def path(seq_len: int) -> Path:
-        return own_text_path("org/model", tmp_path / "a.safetensors", seq_len, older.name)
-
-    def own(seq_len: int) -> Path:
-        return tmp_path / f"model.self-text-{seq_len}.safetensors"
-
-    assert path(8) == own(8)
-    write(llama_folder, seq_len=8, file=older)
-    assert (path(8), path(16)) == (older, own(16))
-    write(llama_folder, seq_len=16, file=former)
-    assert (path(8), path(16), path(24)) == (older, former, own(24))
-    former.write_bytes(b"damaged")
-    assert path(16) == own(16)
-    own(8).touch()
-    assert path(8) == own(8)
 
 
 def test_a_model_without_a_tokenizer_writes_its_text(copy: Path, tmp_path: Path) -> None:

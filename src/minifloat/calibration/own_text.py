@@ -142,15 +142,9 @@ _COMPANION = "companion"
 _CONTENT = "OWNTEXTCONTENT"
 
 
-def own_text_path(model: str | os.PathLike[str], out: Path, seq_len: int, former: str | None = None) -> Path:
-    """Return the file beside an output that keeps a model's text of one length.
-
-    A file of this length under a name of earlier versions, MODEL.self-text.safetensors or `former`, is used on.
-    """
-    out, name = out.absolute(), f"{model_name(model).rpartition('/')[2]}.self-text"
-    path = out.with_name(f"{name}-{seq_len}.safetensors")
-    earlier = (out.with_name(old) for old in (f"{name}.safetensors", former) if old is not None)
-    return path if path.exists() else next((old for old in earlier if sequences_written(old, seq_len)), path)
+def own_text_path(model: str | os.PathLike[str], out: Path, seq_len: int) -> Path:
+    """Return the file beside an output that keeps a model's text of one length."""
+    return out.absolute().with_name(f"{model_name(model).rpartition('/')[2]}.self-text-{seq_len}.safetensors")
 
 
 def sequences_written(file: Path, seq_len: int) -> int:

@@ -77,7 +77,7 @@ def calibrate(
         values,
         work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
         rule=parsed,
-        own_text_file=own_text_path(model, stats, values["seq_len"], f"{stats.stem}.self{stats.suffix}"),
+        own_text_file=own_text_path(model, stats, values["seq_len"]),
     )
 
     with progress_bar(enabled=not as_json) as progress:

@@ -186,9 +186,7 @@ def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibrat
         seed=params.calibration_seed,
         rule=params.rule,
         max_saturation=params.max_saturation,
-        own_text_file=own_text_path(
-            params.model, params.out, seq_len, f"{params.out.absolute().name}.calibration-self.safetensors"
-        ),
+        own_text_file=own_text_path(params.model, params.out, seq_len),
         from_quantized=params.from_quantized,
         revision=params.revision,
     )
