@@ -22,12 +22,14 @@ from minifloat.commands.options import (
 @click.command()
 @click.argument("model", type=MODEL)
 @revision_option()
-@click.option("--engine", required=True, metavar="NAME", help="vllm, sglang, transformers, minifloat or mlx.")
+@click.option(
+    "--engine", required=True, metavar="NAME", help="vllm, sglang, transformers, minifloat, mlx or llama.cpp."
+)
 @click.option(
     "--hardware",
     required=True,
     metavar="NAME",
-    help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300; for mlx also apple.",
+    help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300; for mlx and llama.cpp also apple.",
 )
 @click.option("--tp", default=1, show_default=True, type=COUNT, help="GPUs that share every matrix.")
 @click.option("--plugin", metavar="NAME", help="A plugin of the engine: minifloat, for vllm on a CPU.")

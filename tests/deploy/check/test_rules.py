@@ -29,7 +29,7 @@ SHAPES = {
     "mlp.down_proj": (1024, 1536),
 }
 EXPERTS = {"gate_proj": (768, 1024), "up_proj": (768, 1024), "down_proj": (1024, 768)}
-CONFIG = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
 FP8_KV = KVSpec(E4M3, TENSOR)
 BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
 NVFP4_W4A4 = SCHEMES["nvfp4-w4a4"]
@@ -265,6 +265,18 @@ CASES: dict[str, tuple[Any, ...]] = {
         "minifloat:cpu",
         subject("fp8", kv=FP8_KV, kv_scales=True),
     ),
+    "gguf-architecture": (
+        subject("mxfp4", config=CONFIG | {"architectures": ["XForCausalLM"]}),
+        "llama.cpp:cpu",
+        subject("mxfp4"),
+    ),
+    "gguf-blocks": (
+        subject("nvfp4", shapes={"mlp.down_proj": (1024, 1568)}),
+        "llama.cpp:apple",
+        subject("mxfp4", shapes={"mlp.down_proj": (1024, 1568)}),
+    ),
+    "gguf-file": (subject("mxfp4"), "llama.cpp:cpu", "minifloat:cpu"),
+    "gguf-type": (subject("fp8"), "llama.cpp:cpu", subject("nvfp4")),
     "head-unquantized": (subject("fp8", head=True, plain=("lm_head",)), "vllm:h100", subject("fp8", head=True)),
 }
 
@@ -375,7 +387,8 @@ def test_a_layout_without_rule_or_kernel_is_reported_as_not_known() -> None:
 def test_a_model_that_is_not_quantized_loads_everywhere() -> None:
     plain = subject("fp8", None, plain=tuple(name.rsplit(".", 1)[-1] for name in SHAPES))
     for engine in ENGINES:
-        assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is LoadVerdict.LOADS
+        file = LoadVerdict.DEGRADED if engine == "llama.cpp" else LoadVerdict.LOADS
+        assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is file
 
 
 def test_every_scheme_has_its_kind() -> None:

@@ -14,6 +14,8 @@ from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.full_config import merges_single_experts
 from minifloat.model.architecture.roles import fused_group, is_embedding, is_mtp, role_of, serving_group
 from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
+from minifloat.model.layouts.gguf.architectures import ARCHITECTURES
+from minifloat.model.layouts.gguf.blocks import blocks_of
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128
 from minifloat.report.text import layer_pattern
@@ -75,6 +77,19 @@ def has_layout(layout: str) -> Condition:
             yield f"layout {layout}"
 
     return find
+
+
+def no_gguf_architecture(case: Case) -> Iterator[str]:
+    names = case.subject.config.get("architectures") or ["no architectures in config.json"]
+    if not any(names[0] in row.classes.split() for row in ARCHITECTURES):
+        yield str(names[0])
+
+
+def partial_ggml_blocks(case: Case) -> Iterator[str]:
+    for weight in case.weights():
+        blocks = None if weight.spec is None else blocks_of(weight.spec)
+        if blocks is not None and weight.shape[1] % blocks.elements:
+            yield from named([weight])
 
 
 def anything(case: Case) -> Iterator[str]:

