@@ -1,5 +1,7 @@
 """Run agents of several frameworks against a server, each to its end; runs in their environment.
 
+Each run imports only the packages of its agent: all of them take ten seconds of a processor.
+
 The model writes nothing of sense. That it calls tools, and that their arguments are valid, is by the grammar of the
 server. A weak model calls the same tool again and again, so each tool is offered until it was called. A run has one
 turn for each at most, and one in which the model answers or finishes.
@@ -14,20 +16,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-import anthropic
-import llm
-import openai
-import smolagents
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
-from llm.default_plugins.openai_models import Chat
 from pydantic import TypeAdapter
-from pydantic_ai import Agent, Tool, ToolOutput
-from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.providers.anthropic import AnthropicProvider
-from pydantic_ai.providers.openai import OpenAIProvider
-from pydantic_ai.usage import UsageLimits
 
 MOST_TURNS = 8
 OPTIONS: dict[str, Any] = {"max_tokens": 200, "temperature": 1.0}
@@ -94,6 +83,9 @@ class Tools:
 
 
 def pydantic_ai(model: Any, tools: Tools) -> str:
+    from pydantic_ai import Agent, Tool, ToolOutput
+    from pydantic_ai.usage import UsageLimits
+
     async def until_called(_: Any, definition: Any) -> Any:
         return None if definition.name in tools.calls else definition
 
@@ -110,7 +102,13 @@ def pydantic_ai(model: Any, tools: Tools) -> str:
 def of_pydantic_ai(kind: str) -> Callable[[str, str, Tools], str]:
     def run(url: str, model: str, tools: Tools) -> str:
         if kind == "messages":
+            from pydantic_ai.models.anthropic import AnthropicModel
+            from pydantic_ai.providers.anthropic import AnthropicProvider
+
             return pydantic_ai(AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key="-")), tools)
+        from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
         provider = OpenAIProvider(base_url=f"{url}/v1", api_key="-")
         made = OpenAIChatModel if kind == "chat" else OpenAIResponsesModel
         return pydantic_ai(made(model, provider=provider), tools)
@@ -119,6 +117,8 @@ def of_pydantic_ai(kind: str) -> Callable[[str, str, Tools], str]:
 
 
 def of_smolagents(url: str, model: str, tools: Tools) -> str:
+    import smolagents
+
     def parameter(name: str, kind: str, values: list[str] | None = None) -> dict[str, Any]:
         return {name: {"type": kind, "description": name} | ({"enum": values} if values else {})}
 
@@ -160,6 +160,9 @@ def of_smolagents(url: str, model: str, tools: Tools) -> str:
 
 def of_langchain(*, responses: bool) -> Callable[[str, str, Tools], str]:
     def run(url: str, model: str, tools: Tools) -> str:
+        from langchain_core.messages import HumanMessage, ToolMessage
+        from langchain_openai import ChatOpenAI
+
         def finish(word: Word) -> str:
             """End.
 
@@ -197,6 +200,9 @@ def of_langchain(*, responses: bool) -> Callable[[str, str, Tools], str]:
 
 
 def of_llm(url: str, model: str, tools: Tools) -> str:
+    import llm
+    from llm.default_plugins.openai_models import Chat
+
     class Served(Chat):
         """It has no way to ask for a call, so that this adds it."""
 
@@ -222,6 +228,8 @@ def schema_of(function: Callable[..., str]) -> dict[str, Any]:
 
 
 def of_openai_chat(url: str, model: str, tools: Tools) -> str:
+    import openai
+
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
     messages: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):
@@ -247,6 +255,8 @@ def of_openai_chat(url: str, model: str, tools: Tools) -> str:
 
 
 def of_openai_responses(url: str, model: str, tools: Tools) -> str:
+    import openai
+
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
     items: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):
@@ -272,6 +282,8 @@ def of_openai_responses(url: str, model: str, tools: Tools) -> str:
 
 
 def of_anthropic_messages(url: str, model: str, tools: Tools) -> str:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=url, api_key="-")
     messages: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):
@@ -296,6 +308,8 @@ def of_anthropic_messages(url: str, model: str, tools: Tools) -> str:
 
 
 def of_anthropic_runner(url: str, model: str, tools: Tools) -> str:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=url, api_key="-")
     runner: Any = client.beta.messages.tool_runner(
         model=model,
