@@ -19,6 +19,7 @@ from minifloat.serve.api.fields import (
     MAX_PARTS,
     Alternatives,
     Count,
+    Json,
     Natural,
     Strict,
     Unicode,
@@ -31,7 +32,6 @@ from minifloat.serve.api.items import (
     MAX_TOOLS,
     CallId,
     Effort,
-    Json,
     Text,
     ToolName,
     check_tools,
@@ -231,8 +231,7 @@ def _are_variables(variables: dict[str, Any]) -> dict[str, Any]:
             raise ValueError("expected names of 1 to 64 letters, digits and underscores, the first of them a letter")
         if name in _NO_VARIABLES or name.endswith(("_token", "_tokens")):
             raise FieldError(f"chat_template_kwargs.{name}", "it is no variable that a request may set")
-    check_size(variables)
-    return variables
+    return check_size(variables)
 
 
 class ChatFields(Strict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WrapValidator, model_validator
@@ -22,6 +22,7 @@ from minifloat.serve.api.fields import (
     BadWords,
     Choices,
     Count,
+    Json,
     JsonObjectFormat,
     JsonSchemaFormat,
     LogitBias,
@@ -36,7 +37,7 @@ from minifloat.serve.api.fields import (
     Unicode,
     whole,
 )
-from minifloat.serve.api.items import Json, Text
+from minifloat.serve.api.items import Text
 from minifloat.serve.api.sampling import Sampling
 from minifloat.serve.server.errors import FieldError
 
@@ -212,22 +213,10 @@ def _grammar_of(format: JsonObjectFormat | JsonSchemaFormat | StructuralTagForma
     return Grammar.json_object()
 
 
-#: Fields of requests that the internal form has under the same names.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "priority",
-)
+#: Fields of requests that the internal form has as they are.
+_SAME = {each.name for each in fields(Sampling)} & SamplingRequest.model_fields.keys() - {
+    *("stop", "stop_token_ids", "bad_words", "logit_bias", "cache_salt")
+}
 
 
 def raise_unsupported(name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -20,11 +20,12 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
 )
 
 from minifloat.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 from minifloat.serve.server.errors import NOT_UNICODE
+
+_Value = TypeVar("_Value")
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -142,6 +143,29 @@ LogitBias = Annotated[
 ]
 
 
+def check_size(value: _Value) -> _Value:
+    """Refuse a value that is too large or too deep for grammars and templates, or is not Unicode."""
+    level: list[Any] = [value]
+    nodes = 0
+    for _ in range(MAX_SCHEMA_DEPTH):
+        nodes += len(level)
+        if not level:
+            return value
+        if nodes > MAX_SCHEMA_NODES:
+            raise ValueError(f"it has more than {MAX_SCHEMA_NODES} values")
+        objects = [node for node in level if isinstance(node, dict)]
+        lists = [node for node in level if isinstance(node, list)]
+        for texts in ([node for node in level if isinstance(node, str)], *objects):
+            if _SURROGATE.search("".join(texts)):
+                raise ValueError(NOT_UNICODE)
+        level = [*chain.from_iterable(each.values() for each in objects), *chain.from_iterable(lists)]
+    raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")
+
+
+#: An object that is small and shallow enough for templates and grammars.
+Json = Annotated[dict[str, Any], AfterValidator(check_size)]
+
+
 class TextFormat(Strict):
     """Format of the answer: free text."""
 
@@ -159,14 +183,8 @@ class NamedSchema(Strict):
 
     name: str = Field(default="answer", max_length=64)
     description: str | None = Field(default=None, max_length=4096, description="Has no effect.")
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Json = Field(alias="schema")
     strict: bool | None = Field(default=None, description="The schema is always followed strictly.")
-
-    @field_validator("schema_")
-    @classmethod
-    def _bounded(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        check_size(schema)
-        return schema
 
 
 class JsonSchemaFormat(Strict):
@@ -174,21 +192,3 @@ class JsonSchemaFormat(Strict):
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
-
-
-def check_size(value: Any) -> None:
-    """Refuse a value that is too large or too deep for grammars and templates, or is not Unicode."""
-    nodes, level = 0, [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        nodes += len(level)
-        if not level:
-            return
-        if nodes > MAX_SCHEMA_NODES:
-            raise ValueError(f"it has more than {MAX_SCHEMA_NODES} values")
-        objects = [node for node in level if isinstance(node, dict)]
-        lists = [node for node in level if isinstance(node, list)]
-        for texts in ([node for node in level if isinstance(node, str)], *objects):
-            if _SURROGATE.search("".join(texts)):
-                raise ValueError(NOT_UNICODE)
-        level = [*chain.from_iterable(each.values() for each in objects), *chain.from_iterable(lists)]
-    raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")

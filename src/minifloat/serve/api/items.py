@@ -6,9 +6,9 @@ import json
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 from pydantic_core import from_json
 
 from minifloat.engine import TokenLogprob, TokenUsage
@@ -56,13 +56,15 @@ def kind(*known: str, refused: Mapping[str, str], default: str | None = None) ->
 text_or_list = Discriminator(lambda value: "str" if isinstance(value, str) else "list")
 
 
-def _check_json(value: Any) -> Any:
-    check_size(value)
-    return value
+class _Part(Protocol):
+    """A piece of a message or of a result."""
+
+    text: str
 
 
-#: An object that is small and shallow enough for templates and grammars.
-Json = Annotated[dict[str, Any], AfterValidator(_check_json)]
+def joined(content: str | Sequence[_Part]) -> str:
+    """Return the text of a content, part by part."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def read_arguments(text: str) -> dict[str, Any]:

@@ -13,18 +13,18 @@ from minifloat.engine import Grammar, TokenLogprob, TokenUsage
 from minifloat.engine.sampling import MAX_STOPS
 from minifloat.errors import UsageError
 from minifloat.serve.api.answers import AnswerPart, CollectedAnswer
-from minifloat.serve.api.fields import MAX_MESSAGES, MAX_PARTS, Count, StopString, Strict, TopK
+from minifloat.serve.api.fields import MAX_MESSAGES, MAX_PARTS, Count, Json, StopString, Strict, TopK
 from minifloat.serve.api.items import (
     EFFORTS,
     MAX_TOOLS,
     CallId,
     Ignored,
-    Json,
     PartWriter,
     StreamEvent,
     Text,
     ToolName,
     check_tools,
+    joined,
     kind,
     text_or_list,
     written_arguments,
@@ -158,11 +158,6 @@ class Turn(Strict):
                 case ToolResultBlock():
                     text = joined(block.content)
                     history.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
-
-
-def joined(content: str | list[TextBlock]) -> str:
-    """Return the text of a content, block by block."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 class CustomTool(Strict):

@@ -21,6 +21,7 @@ from minifloat.serve.api.fields import (
     MAX_PARTS,
     Alternatives,
     Count,
+    Json,
     JsonObjectFormat,
     Strict,
     TextFormat,
@@ -31,12 +32,12 @@ from minifloat.serve.api.items import (
     CallId,
     Effort,
     Ignored,
-    Json,
     PartWriter,
     StreamEvent,
     Text,
     ToolName,
     check_tools,
+    joined,
     kind,
     read_arguments,
     text_or_list,
@@ -95,10 +96,6 @@ Parts = Annotated[
 TextOrParts = Annotated[Annotated[Text, Tag("str")] | Parts, text_or_list]
 
 
-def _joined(content: str | list[InputPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 class _Item(Strict):
     """The fields of every item that have no effect."""
 
@@ -117,7 +114,7 @@ class InputMessage(_Item):
 
     def add_to(self, history: History) -> None:
         add = {"user": history.user, "assistant": history.say}.get(self.role, history.system)
-        add(_joined(self.content))
+        add(joined(self.content))
 
 
 class ReasoningPart(Strict):
@@ -196,7 +193,7 @@ class CallOutput(_Item):
     namespace: Ignored = None
 
     def add_to(self, history: History) -> None:
-        history.result(self.call_id, _joined(self.output))
+        history.result(self.call_id, joined(self.output))
 
 
 Item = Annotated[
@@ -367,9 +364,7 @@ AnyFormat = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discri
 class TextConfig(Strict):
     """What the text of the answer looks like."""
 
-    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] = TextFormat(
-        type="text"
-    )
+    format: AnyFormat = TextFormat(type="text")
     verbosity: Ignored = None
 
     def grammar(self) -> Grammar | None:
