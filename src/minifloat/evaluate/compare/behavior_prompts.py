@@ -28,8 +28,8 @@ from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import DataError, MinifloatError
 from minifloat.evaluate.compare.behavior import ARGUMENTS, CALLS, FUNCTIONS, SCHEMA, Answer, PromptNames
 from minifloat.serve.api.chat import ChatFields, Messages
-from minifloat.serve.api.fields import JsonSchemaFormat, Seed, Strict, check_size
-from minifloat.serve.api.items import Effort, Json, ToolName, check_tools
+from minifloat.serve.api.fields import Json, JsonSchemaFormat, Seed, Strict, check_size
+from minifloat.serve.api.items import Effort, ToolName, check_tools
 from minifloat.serve.dialog.conversation import ToolChoice
 from minifloat.serve.dialog.schemas import resolved
 from minifloat.serve.server.errors import APIError, from_validation
