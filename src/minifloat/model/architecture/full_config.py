@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import ERROR
@@ -32,6 +34,8 @@ _TAGGED_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": f
 
 
 def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
+    if "torch" in sys.modules:  # without these kernels, as `import_torch` leaves it, transformers' classes fail
+        importlib.import_module("torch._meta_registrations")
     import transformers
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
