@@ -112,6 +112,9 @@ def test_a_file_has_the_codes_and_scales_of_the_checkpoint(
                 codes, scales = blocks.unpack(tensor.data[index])
                 assert all(map(np.array_equal, (stored, codes, scales), (part[rows] for part in parts))), name
     assert len(weights) > 10 or model_type == "phi3"
+    names = [name for name, tensor in tensors.items() if tensor.tensor_type.name == "NVFP4"]
+    assert fields.get("general.tensor_extra.name", []) == names
+    assert fields.get("general.tensor_extra.prec_a4", []) == [False] * len(names)
     key, value = _MODELS[model_type][1:]
     assert fields[key] == value
 

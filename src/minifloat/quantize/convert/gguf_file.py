@@ -19,11 +19,12 @@ from minifloat.checkpoint.hub import model_name
 from minifloat.checkpoint.layout import is_gguf
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DestinationError, NonFiniteError
-from minifloat.model.layouts import describe
+from minifloat.model.layouts import StoredWeight, describe
 from minifloat.model.layouts.contradictions import refuse_unknown_quantization
 from minifloat.model.layouts.gguf.architectures import write_hyperparameters
+from minifloat.model.layouts.gguf.blocks import NVFP4
 from minifloat.model.layouts.gguf.vocabulary import write_vocabulary
-from minifloat.quantize.convert.gguf_plan import GgufPlan, bytes_of, make_gguf_plan
+from minifloat.quantize.convert.gguf_plan import FileTensor, GgufPlan, bytes_of, make_gguf_plan
 from minifloat.quantize.convert.plan import ConvertedTensor, ConvertReport
 from minifloat.quantize.nonfinite import tensors_allowed
 from minifloat.quantize.options import ConvertOptions, GgufOptions
@@ -119,8 +120,16 @@ def _header(checkpoint: Checkpoint, plan: GgufPlan, options: GgufOptions) -> ggu
     for tensor in plan.tensors:
         kind = gguf.GGMLQuantizationType[tensor.type]
         writer.add_tensor_info(tensor.name, tensor.byte_shape, np.dtype(np.uint8), tensor.nbytes, raw_dtype=kind)
+    wide = [tensor.name for tensor in plan.tensors if tensor.blocks is NVFP4 and not _quantizes_inputs(tensor)]
+    if wide:  # without it, llama.cpp rounds their inputs to 4 bits where a GPU multiplies in NVFP4
+        writer.add_array("general.tensor_extra.name", wide)
+        writer.add_array("general.tensor_extra.prec_a4", [False] * len(wide))
     writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
     return writer
+
+
+def _quantizes_inputs(tensor: FileTensor) -> bool:
+    return any(isinstance(piece.source, StoredWeight) and piece.source.activation for piece in tensor.pieces)
 
 
 def _report(checkpoint: Checkpoint, plan: GgufPlan, details: dict[str, str]) -> ConvertReport:
