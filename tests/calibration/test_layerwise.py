@@ -17,12 +17,14 @@ from minifloat.calibration.calibrate import calibrate_layerwise, calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise import storage
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError
+from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, NonFiniteError, UsageError
+from minifloat.kernels import native
 from minifloat.model.runtime.load import Loader
 
 Make = Callable[..., Path]
@@ -441,3 +443,23 @@ def test_bad_data_is_refused_before_anything_runs(llama_folder: Path, tmp_path: 
         with pytest.raises(DataError):
             layerwise(llama_folder, CalibrationSet(sequences), max_memory=ROOM, work_dir=tmp_path / "work")
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("library", [True, False], ids=["library", "torch"])
+def test_logits_of_a_model_in_16_bits_are_not_rounded(
+    make_llama: Make, tmp_path: Path, dtype: torch.dtype, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not library:
+        monkeypatch.setattr(native, "load", lambda: None)
+    folder, states = make_llama(tmp_path / "llama"), list[Tensor]()
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with Checkpoint.open(folder) as checkpoint, storage.TensorFile(tmp_path / "calls") as calls:
+        model = CalibrationModel(checkpoint, CalibrateOptions(dtype=dtype))
+        stack = LayerStack(model, model.loader(), None)
+        pool = storage.ArgumentPool(calls, stack.device)
+        stack.capture(DATA.sequences[:1], pool, lambda _, hidden: states.append(hidden))
+        [logits] = stack.logits_of(DATA.sequences[0], states)
+    with torch.inference_mode():
+        expected = whole.model.norm(states[0])[0].float() @ whole.lm_head.weight.float().T
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)

@@ -21,8 +21,11 @@ from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import UsageError
+from minifloat.kernels import native
+from minifloat.kernels.linear import linear
+from minifloat.kernels.pack import PackedWeight, pack
 from minifloat.model.runtime.load import Loader
-from minifloat.model.runtime.names import Assignment
+from minifloat.model.runtime.names import Assignment, replace_forward
 from minifloat.model.runtime.tensors import TORCH_DTYPES
 
 
@@ -176,17 +179,32 @@ class LayerStack:
                 keep(number, hidden)
         return calls_of_sequences
 
-    def logits(self, sequence: Sequence[int], hidden: Tensor) -> Tensor:
-        """Return the logits ``[T, V]`` that the model gives if its layers return `hidden` for a sequence."""
-        [logits] = self.logits_of(sequence, [hidden])
-        return logits
-
     def logits_of(self, sequence: Sequence[int], states: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield what `logits` returns for each of several hidden states of one sequence; the head is read once."""
+        """Yield the logits ``[T, V]`` of a sequence for each of some hidden states that its layers may return."""
         assert self._capture is not None  # `capture` was called
-        with self.weights.before_layers():
+        with self.weights.before_layers(), self._logits_in_float32():
             for hidden in states:
                 yield self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
+
+    @contextmanager
+    def _logits_in_float32(self) -> Iterator[None]:
+        """Let the head of a model in 16 bits return float32: rounding logits to BF16 adds 0.001 to a KL."""
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        packed: list[PackedWeight] = []
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None if head.bias is None else head.bias.float()
+            if self.device.type != "cpu" or native.load() is None:
+                return nn.functional.linear(x.float(), head.weight.float(), bias)
+            if not packed:
+                packed.append(pack(head.weight))
+            return linear(x.float(), packed[0], bias)
+
+        with ExitStack() as stack:
+            if type(head) is nn.Linear and self.model.dtype != torch.float32:
+                stack.callback(replace_forward(head, forward))
+            yield
 
     def loss_gradient(self, sequence: Sequence[int], hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Return the gradient of the loss of drawn tokens, summed, with respect to what the last layer returns.

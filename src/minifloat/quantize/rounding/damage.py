@@ -75,8 +75,8 @@ class KLMeans:
 
 
 @torch.inference_mode()
-def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Divergence:
-    """Return the divergence over some sequences."""
+def measure_divergence(logits: Iterable[Iterable[Tensor]]) -> Divergence:
+    """Return the divergence over some sequences from logits ``[T, V]`` of the three models each."""
     nearest, method, changed = KLMeans(), KLMeans(), KLMeans()
     for original, *others in logits:
         for candidate, means in zip(others, (nearest, method), strict=True):

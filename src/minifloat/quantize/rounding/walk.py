@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +111,8 @@ class RoundingWalk:
 
     def _compare(self, walk: LayerWalk, hidden: TensorFile, numbers: range) -> Divergence:
         """Return how far the quantized model is from the original one on some held-out sequences."""
-        logits = partial(self._logits, walk, hidden)
         return measure_divergence(
-            (logits(ORIGINAL, number), logits(NEAREST, number), logits(QUANTIZED, number)) for number in numbers
+            self._logits(walk, hidden, number, ORIGINAL, NEAREST, QUANTIZED) for number in numbers
         )
 
     @torch.inference_mode()
@@ -124,13 +122,13 @@ class RoundingWalk:
         step = max(len(both) // (len(self.sequences) - self.texts.first_reported), 1)
         found = KLMeans()
         for number in both[::step]:
-            original, quantized = (self._logits(walk, hidden, stream, number) for stream in (ORIGINAL, QUANTIZED))
-            found.add(token_divergence(original, quantized)[0][None])
+            found.add(token_divergence(*self._logits(walk, hidden, number, ORIGINAL, QUANTIZED))[0][None])
         return {"tokens": found.total, "method": found.mean, "method_error": found.error} if both else {}
 
-    def _logits(self, walk: LayerWalk, hidden: TensorFile, stream: str, number: int) -> Tensor:
-        """Return the float32 logits of a sequence in a stream."""
-        return self.stack.logits(self.sequences[number], hidden.read(walk.places[stream][number])).float()
+    def _logits(self, walk: LayerWalk, hidden: TensorFile, number: int, *streams: str) -> Iterator[Tensor]:
+        """Yield the logits of a sequence in some streams."""
+        states = (hidden.read(walk.places[stream][number]) for stream in streams)
+        return self.stack.logits_of(self.sequences[number], states)
 
     def _measure_damage(self, walk: LayerWalk, hidden: TensorFile, damage: DamageStreams) -> dict[str, Any]:
         """Return the KL divergences that the damage of each group makes."""
