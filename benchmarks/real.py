@@ -40,7 +40,9 @@ def run(*words: str) -> tuple[dict[str, Any], float]:
     command = [sys.executable, "-m", "minifloat", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
-    if done.returncode not in (0, 1, 3):  # 1, 3: the verdict of `compare` is "failed", "not enough data"
+    if done.returncode not in (0, 1, 2, 3):
+        raise click.ClickException(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-500:]}")
+    if done.returncode == 2:  # 1, 3: the verdict of `compare` is "failed", "not enough data"
         return {"refused": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"}, seconds
     value: dict[str, Any] = json.loads(done.stdout)
     return value, seconds
