@@ -7,13 +7,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, TENSOR, Granularity
 from minifloat.numerics.scale import choose_scales, effective_scale
 from minifloat.numerics.scale_rules import (
     NVFP4_SEARCH_OFFSETS,
     amax,
+    expand,
     global_divisor,
     nvfp4_scales,
     search_nvfp4_scales,
@@ -60,6 +61,19 @@ def chosen(blocks: torch.Tensor) -> tuple[Grid, Grid, np.float32]:
     return found.flatten().numpy().astype(int), first.flatten().numpy().astype(int), divisor.numpy()
 
 
+def errors_in_float64(blocks: torch.Tensor, divisor: np.float32, codes: Grid) -> npt.NDArray[np.float64]:
+    """Return the squared error of every block for its code by the nearest value of E2M1, in units of the divisor."""
+    scaled = np.abs(blocks.numpy().astype(np.float64)) * float(divisor) / SCALES[codes][:, None]
+    nearest = np.abs(scaled[:, :, None] - ELEMENTS).min(axis=2)
+    error: npt.NDArray[np.float64] = (nearest**2).sum(axis=1) * SCALES[codes] ** 2
+    return error
+
+
+def best_of_all_codes(blocks: torch.Tensor, divisor: np.float32) -> npt.NDArray[np.float64]:
+    codes = range(1, E4M3.max_code + 1)
+    return np.min([errors_in_float64(blocks, divisor, np.full(len(blocks), code)) for code in codes], axis=0)
+
+
 def search_in_stated_order(block: npt.NDArray[np.float32], first: int, divisor: np.float32) -> int:
     """Repeat the search in the documented order, one float32 operation at a time, with a table of values."""
     midpoints = (ELEMENTS[1:] + ELEMENTS[:-1]) / 2
@@ -90,9 +104,46 @@ def test_the_search_equals_the_documented_order_of_operations_bit_for_bit(blocks
     assert found.tolist() == [search_in_stated_order(block, code, divisor) for block, code in rows]
 
 
+@pytest.mark.parametrize("blocks", [random_blocks(), adversarial_blocks()], ids=["random", "adversarial"])
+def test_the_search_finds_the_best_code_of_its_list(blocks: torch.Tensor) -> None:
+    found, first, divisor = chosen(blocks)
+    errors = errors_in_float64(blocks, divisor, found)
+    codes = (np.clip(first + offset, 1, E4M3.max_code) for offset in NVFP4_SEARCH_OFFSETS)
+    best = np.min([errors_in_float64(blocks, divisor, code) for code in codes], axis=0)
+    assert np.all(errors <= best * (1 + 1e-5) + 1e-9)
+
+
+def test_the_search_rarely_misses_the_best_of_all_codes_and_by_little() -> None:
+    blocks = random_blocks()
+    found, _, divisor = chosen(blocks)
+    errors, best = errors_in_float64(blocks, divisor, found), best_of_all_codes(blocks, divisor)
+    missed = errors > best * (1 + 1e-5) + 1e-9
+    assert missed.mean() < 0.001
+    assert errors.sum() < best.sum() * 1.0001
+
+
+def test_offsets_of_eight_and_more_never_win_among_normal_codes() -> None:
+    blocks = torch.cat([random_blocks(), adversarial_blocks()])
+    _, first, divisor = chosen(blocks)
+    normal = first >= 1 << E4M3.mantissa_bits
+    for offset in range(8, 25):
+        far = np.minimum(first + offset, E4M3.max_code)
+        near = np.minimum(far - 8, first + offset - 8)
+        worse = errors_in_float64(blocks, divisor, near) <= errors_in_float64(blocks, divisor, far) * (1 + 1e-9)
+        assert np.all(worse[normal & (first + offset <= E4M3.max_code)])
+
+
 def test_every_offset_is_chosen_by_some_block() -> None:
     found, first, _ = chosen(torch.cat([random_blocks(), torch.full((1, 16), 100.0)]))
     assert set((found - first).tolist()) == set(NVFP4_SEARCH_OFFSETS)
+
+
+def test_the_error_is_never_above_that_of_amax_and_a_quarter_lower_on_normal_weights() -> None:
+    blocks = gaussian(20000, 16)
+    found, first, divisor = chosen(blocks)
+    searched, of_amax = errors_in_float64(blocks, divisor, found), errors_in_float64(blocks, divisor, first)
+    assert np.all(searched <= of_amax * (1 + 1e-5) + 1e-9)
+    assert searched.sum() / of_amax.sum() == pytest.approx(0.73, abs=0.01)
 
 
 def test_equal_errors_keep_the_code_of_amax() -> None:
@@ -101,6 +152,14 @@ def test_equal_errors_keep_the_code_of_amax() -> None:
     block[1, :8] = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -6.0])
     found, first, _ = chosen(block)
     assert found.tolist() == first.tolist()
+
+
+def test_four_over_six_is_chosen_where_it_is_exact() -> None:
+    block = torch.tensor([[6.0] + [0.0] * 15, [2.0, 3.0, 3.0, 4.0] + [0.0] * 12]) * 448
+    block[0] *= 4
+    found, first, _ = chosen(block)
+    assert SCALES[found[1]] / SCALES[first[1]] == pytest.approx(1.5, rel=0.07)
+    assert errors_in_float64(block, np.float32(1 / 4), found)[1] == 0.0
 
 
 def test_the_search_stays_within_the_codes_of_positive_finite_numbers() -> None:
@@ -154,3 +213,13 @@ def test_bfloat16_weights_give_the_codes_of_the_same_float32_weights() -> None:
 def test_the_search_refuses_blocks_that_it_cannot_sum_as_a_tree(granularity: Granularity) -> None:
     with pytest.raises(ValueError, match="one row and a power of two of columns"):
         search_nvfp4_scales(torch.ones(2, 48), granularity, torch.tensor(1.0))
+
+
+def test_the_search_lowers_the_error_of_the_whole_cast() -> None:
+    def noise(rule: ScaleRule) -> float:
+        w, spec = gaussian(256, 1024), WeightSpec(E2M1, GROUP_16, E4M3, rule)
+        scale, divisor = choose_scales(w, spec)
+        full = expand(effective_scale(scale, spec, divisor), GROUP_16, (256, 1024))
+        return float((w - decode(encode(w / full, E2M1), E2M1) * full).double().square().sum())
+
+    assert noise(ScaleRule.SEARCH) / noise(ScaleRule.AMAX) == pytest.approx(0.73, abs=0.01)

@@ -324,6 +324,24 @@ def search_in_stated_order(
     return best
 
 
+def errors_in_float64(blocks: torch.Tensor, codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    """Return the squared error of every group for its E8M0 code."""
+    scale = torch.ldexp(torch.ones(len(codes), dtype=torch.float64), codes.int() - 127)[:, None]
+    q = decode(encode((blocks.double() / scale).float(), element), element).double() * scale
+    return (blocks.double() - q).square().sum(dim=1)
+
+
+@pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda f: f.name)
+def test_the_search_finds_the_best_of_all_powers_of_two(element: ElementFormat) -> None:
+    blocks = search_blocks()
+    found = search_e8m0_scales(blocks, GROUP_32, element).flatten()
+    floors = e8m0_scales(amax(blocks, GROUP_32), element, ScaleRule.FLOOR).flatten().int()
+    errors = errors_in_float64(blocks, found, element)
+    for offset in range(-6, 5):
+        others = errors_in_float64(blocks, (floors + offset).clamp(0, 254), element)
+        assert bool((errors <= others * (1 + 1e-5)).all())
+
+
 @pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda f: f.name)
 def test_the_search_equals_the_documented_order_of_operations_bit_for_bit(element: ElementFormat) -> None:
     blocks = search_blocks()
