@@ -4,6 +4,7 @@
 {"do": "logits", "file": F, "window": [token, ...]}  the logarithms of the probabilities after each token
 {"do": "kl", "base": F, "files": [F, ...], "windows": [[token, ...], ...]}  the KL divergences of each file from base
 {"do": "quantize", "file": F, "out": F, "type": "Q4_0"}  llama.cpp's own quantizer
+{"do": "speed", "file": F, "tokens": N, "threads": T}  seconds of N steps of one sequence, behind a first one
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ _QUIET = llama_cpp.llama_log_callback(lambda *_: None)
 class Model:
     """A GGUF file that is loaded."""
 
-    def __init__(self, file: str, tokens: int = 0) -> None:
+    def __init__(self, file: str, tokens: int = 0, threads: int = 1) -> None:
         self.model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise SystemExit(f"llama.cpp does not load {file}")
@@ -32,7 +34,7 @@ class Model:
         if tokens:
             params = llama_cpp.llama_context_default_params()
             params.n_ctx = params.n_batch = params.n_ubatch = tokens
-            params.n_threads = params.n_threads_batch = 1
+            params.n_threads = params.n_threads_batch = threads
             self.context = llama_cpp.llama_init_from_model(self.model, params)
 
     def tokens(self, text: str, special: bool) -> list[int]:
@@ -71,8 +73,23 @@ def divergences(request: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
         yield file, found
 
 
+def step_seconds(request: dict[str, Any]) -> list[float]:
+    """The seconds of each step, with the most probable token as the next one."""
+    model, seconds = Model(request["file"], request["tokens"] + 1, request["threads"]), []
+    token = llama_cpp.llama_token(1)
+    for at in range(request["tokens"] + 1):
+        started = time.perf_counter()
+        assert llama_cpp.llama_decode(model.context, llama_cpp.llama_batch_get_one(ctypes.pointer(token), 1)) == 0
+        logits = llama_cpp.llama_get_logits(model.context)
+        token.value = int(np.ctypeslib.as_array(logits, (llama_cpp.llama_vocab_n_tokens(model.vocabulary),)).argmax())
+        seconds += [time.perf_counter() - started] if at else []
+    return seconds
+
+
 def answer(request: dict[str, Any]) -> Any:
     match request["do"]:
+        case "speed":
+            return step_seconds(request)
         case "tokens":
             model = Model(request["file"])
             return [model.tokens(text, special) for text, special in request["texts"]]
