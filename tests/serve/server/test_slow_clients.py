@@ -124,7 +124,7 @@ def test_a_client_that_never_reads_is_dropped_with_its_request(
     tokenizer: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minifloat.serve.server.generation._LAST_EVENT_SECONDS", 0.1)
-    body = {"prompt": "x" * 20, "n": 8, "max_tokens": 450, "logprobs": 20, "stream": stream}
+    body = {"prompt": "x" * 20, "n": 8, "max_tokens": 380, "logprobs": 20, "stream": stream}
     with running(FakeEngine(tokenizer), request_timeout=60, shutdown_timeout=0.1, **SHORT) as client:
         connections = client.server.server_state.connections
         with _open_unread(client, "/v1/completions", body) as connection:
@@ -137,7 +137,7 @@ def test_a_client_that_never_reads_is_dropped_with_its_request(
 
 
 def test_a_client_that_reads_slowly_but_steadily_gets_all(tokenizer: Any) -> None:
-    body = {"prompt": "x" * 20, "n": 8, "max_tokens": 450, "logprobs": 20}
+    body = {"prompt": "x" * 20, "n": 8, "max_tokens": 380, "logprobs": 20}
     with (
         running(FakeEngine(tokenizer), **SHORT | {"write_timeout": 0.5}) as client,
         _open_unread(client, "/v1/completions", body) as connection,

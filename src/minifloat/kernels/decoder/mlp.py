@@ -166,6 +166,11 @@ class LayerInputs(LayerInputsOptions):
     norm: Norm  #: norm ``[size]`` of the projection for each layer
 
     @property
+    def table_dtype(self) -> torch.dtype:
+        """A field of the C structure, which is filled by names."""
+        return self.table.dtype
+
+    @property
     def size(self) -> int:
         """Numbers that one layer reads of a token."""
         return self.norm.weight.numel()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
+from minifloat.checkpoint.tensors import DTYPES
 from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError, UsageError
 from minifloat.model.architecture.families import NATIVE
 from minifloat.model.architecture.roles import text_config
@@ -31,7 +32,7 @@ STACK = "switch_mlp"
 _NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _STACKED = {own: name for name, own in _NUMBERED.items()}
 _SINGLE = re.compile(r"(?P<parent>.+\.)experts\.(?P<expert>\d+)\.(?P<linear>\w+)")
-_WORD_BITS = 32
+_WORD_BITS = DTYPES["U32"]
 #: Model types whose folders mlx-lm loads as the same model (tests/interop/test_mlx_lm.py); others have other names or
 #: other fields of the config there.
 MODEL_TYPES = (

@@ -153,9 +153,11 @@ def check_size(value: _Value) -> _Value:
             return value
         if nodes > MAX_SCHEMA_NODES:
             raise ValueError(f"it has more than {MAX_SCHEMA_NODES} values")
-        objects = [node for node in level if isinstance(node, dict)]
-        lists = [node for node in level if isinstance(node, list)]
-        for texts in ([node for node in level if isinstance(node, str)], *objects):
+        kinds = {*map(type, level)}  # so that long lists of numbers are looked at once
+        strings = [node for node in level if isinstance(node, str)] if str in kinds else []
+        objects = [node for node in level if isinstance(node, dict)] if dict in kinds else []
+        lists = [node for node in level if isinstance(node, list)] if list in kinds else []
+        for texts in (strings, *objects):
             if _SURROGATE.search("".join(texts)):
                 raise ValueError(NOT_UNICODE)
         level = [*chain.from_iterable(each.values() for each in objects), *chain.from_iterable(lists)]

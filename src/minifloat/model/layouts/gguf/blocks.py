@@ -49,8 +49,8 @@ class Blocks(NamedTuple):
         return elements[..., 0] | elements[..., 1] << 4, parts[..., : self.groups].reshape(rows, -1)
 
 
-MXFP4 = Blocks("MXFP4", 32, 1)
-NVFP4 = Blocks("NVFP4", 16, 4)
+MXFP4 = Blocks("MXFP4", GROUP_32.block((1, 1))[1], 1)
+NVFP4 = Blocks("NVFP4", GROUP_16.block((1, 1))[1], 4)
 
 
 def blocks_of(spec: WeightSpec) -> Blocks | None:
