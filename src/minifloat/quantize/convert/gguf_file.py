@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DestinationError, NonFiniteError
 from minifloat.model.layouts import StoredWeight, describe
 from minifloat.model.layouts.contradictions import refuse_unknown_quantization
+from minifloat.model.layouts.gguf import NAME
 from minifloat.model.layouts.gguf.architectures import write_hyperparameters
 from minifloat.model.layouts.gguf.blocks import NVFP4
 from minifloat.model.layouts.gguf.vocabulary import write_vocabulary
@@ -31,7 +31,6 @@ from minifloat.quantize.options import ConvertOptions, GgufOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import copy_digest
 
-_LAYOUT = "gguf"
 #: Type of most weights -> the name of `gguf.LlamaFileType` that llama.cpp prints.
 _FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "F32": "ALL_F32"}
 
@@ -87,8 +86,19 @@ def write_gguf(
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total, tensor.name)
-    report = _report(checkpoint, plan, details)
-    return replace(report, source=source, destination=str(path), seconds=time.perf_counter() - started)
+    rows = _rows(checkpoint, plan, details)
+    layout = str(plan.description.layout or "plain")
+    return ConvertReport(
+        source=source,
+        destination=str(path),
+        source_layout=layout,
+        layout=NAME,
+        dtype=None,
+        provenance=provenance(checkpoint, "convert", f"--layout {NAME}", rows, source_layout=layout),
+        tensors=rows,
+        notes=plan.notes,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _path(checkpoint: Checkpoint, plan: GgufPlan, destination: Path, overwrite: bool) -> Path:
@@ -132,7 +142,8 @@ def _quantizes_inputs(tensor: FileTensor) -> bool:
     return any(isinstance(piece.source, StoredWeight) and piece.source.activation for piece in tensor.pieces)
 
 
-def _report(checkpoint: Checkpoint, plan: GgufPlan, details: dict[str, str]) -> ConvertReport:
+def _rows(checkpoint: Checkpoint, plan: GgufPlan, details: dict[str, str]) -> tuple[ConvertedTensor, ...]:
+    """Return what became of each tensor of the source."""
     held: dict[str, dict[str, int]] = {}  # tensor of the source -> its bytes by tensor of the file
     for tensor in plan.tensors:
         for piece in tensor.pieces:
@@ -154,14 +165,4 @@ def _report(checkpoint: Checkpoint, plan: GgufPlan, details: dict[str, str]) -> 
                 copy_digest(checkpoint, info),
             )
         )
-    layout = str(plan.description.layout or "plain")
-    return ConvertReport(
-        source="",
-        destination="",
-        source_layout=layout,
-        layout=_LAYOUT,
-        dtype=None,
-        provenance=provenance(checkpoint, "convert", f"--layout {_LAYOUT}", rows, source_layout=layout),
-        tensors=tuple(rows),
-        notes=plan.notes,
-    )
+    return tuple(rows)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConversionError, ShapeError
+from minifloat.model.architecture.roles import EXPERTS
 from minifloat.model.layouts import Description, StoredWeight
 from minifloat.model.layouts.gguf.architectures import Architecture, architecture_of, rope_tensors
 from minifloat.model.layouts.gguf.blocks import Blocks, blocks_of
@@ -159,7 +160,7 @@ class _Planner:
             yield f"{towers} tensors of the part that sees images are left out: the file holds the text model."
 
     def _experts(self) -> int:
-        return int(self.config.get("num_local_experts") or self.config.get("num_experts") or 0)
+        return next((int(self.config[name]) for name in EXPERTS if self.config.get(name)), 0)
 
     def _pieces(self) -> Iterator[Piece]:
         weights: dict[str, list[StoredWeight]] = {}

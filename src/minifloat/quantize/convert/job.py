@@ -38,7 +38,7 @@ from minifloat.deploy.check.document import MODEL
 from minifloat.deploy.check.judge import Reports, engine_verdicts
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
-from minifloat.model.layouts.gguf import require_package
+from minifloat.model.layouts import gguf as gguf_layout
 from minifloat.model.layouts.reading import read_scales, widen
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
@@ -59,7 +59,6 @@ from minifloat.quantize.options import ConvertOptions, GgufOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded
 
-GGUF = "gguf"  #: the layout that is a file, not a folder
 _METADATA = {"format": "pt", "minifloat": __version__}
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
@@ -100,8 +99,11 @@ def convert_checkpoint(
     _check(layout, options := options or ConvertOptions())
     with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
-        if layout == GGUF:
-            return _write_gguf(checkpoint, str(source), Path(destination), options, gguf or GgufOptions(), progress)
+        if layout == gguf_layout.NAME:
+            gguf_layout.require_package()
+            from minifloat.quantize.convert.gguf_file import write_gguf
+
+            return write_gguf(checkpoint, str(source), Path(destination), options, gguf or GgufOptions(), progress)
         if layout is None:
             plan = make_dequantize_plan(checkpoint, options.dtype)
         else:
@@ -133,13 +135,6 @@ def convert_checkpoint(
             _write_small_files(checkpoint, plan, writer, report, engines)
             writer.commit()
     return report
-
-
-def _write_gguf(*arguments: Any) -> ConvertReport:
-    require_package()
-    from minifloat.quantize.convert.gguf_file import write_gguf
-
-    return write_gguf(*arguments)
 
 
 def _check(layout: str | None, options: ConvertOptions) -> None:

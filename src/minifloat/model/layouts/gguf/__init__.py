@@ -15,6 +15,8 @@ import importlib.util
 
 from minifloat.errors import UsageError
 
+NAME = "gguf"  #: of the layout, which is a file and not a folder
+
 
 def require_package() -> None:
     """Raise UsageError without the package gguf."""

@@ -73,6 +73,8 @@ ARCHITECTURES = (
     ),
     Architecture("SmolLM3ForCausalLM", "SMOLLM3", pairs=True),
 )
+#: Class of transformers -> the row that has it.
+BY_CLASS = {name: row for row in ARCHITECTURES for name in row.classes.split()}
 #: Method of `gguf.GGUFWriter` -> the fields of a config that may state its number; the first that does is written.
 _FIELDS = {
     "add_context_length": "max_position_embeddings",
@@ -102,11 +104,10 @@ _GEMMA3_27B = 62  #: layers of the Gemma 3 that scales queries by its width
 
 def architecture_of(config: Config) -> Architecture:
     """Return the row of a config.json."""
-    known = {name: row for row in ARCHITECTURES for name in row.classes.split()}
     names = config.get("architectures") or ["without architectures"]
-    if names[0] not in known:
-        raise UsageError(f"architecture {names[0]}: no GGUF is written of it; those that are: {', '.join(known)}")
-    return known[names[0]]
+    if names[0] not in BY_CLASS:
+        raise UsageError(f"architecture {names[0]}: no GGUF is written of it; those that are: {', '.join(BY_CLASS)}")
+    return BY_CLASS[names[0]]
 
 
 def head_dim(config: Config) -> int:

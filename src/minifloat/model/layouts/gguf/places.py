@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.model.layouts.gguf.architectures import Architecture
+from minifloat.model.layouts.gguf.architectures import Architecture, head_dim
 
 Rows = npt.NDArray[np.intp] | slice
 
@@ -99,7 +99,6 @@ class Places:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if not self._row.pairs or module not in heads:
             return _ALL
-        count = self._config[heads[module]]
-        size = self._config.get("head_dim") or self._config["hidden_size"] // self._config["num_attention_heads"]
+        count, size = self._config[heads[module]], head_dim(self._config)
         order: npt.NDArray[np.intp] = np.arange(count * size).reshape(count, 2, size // 2).swapaxes(1, 2).reshape(-1)
         return order
