@@ -25,6 +25,7 @@ from minifloat.kernels.dtypes import DTYPES
 from minifloat.model.architecture.decoder import NATIVE, decoder_layout, why_not_type
 from minifloat.model.architecture.pooling import Pooling
 from minifloat.model.architecture.roles import text_of
+from minifloat.model.architecture.rotary import llama3_frequencies
 from minifloat.model.runtime.tensors import ignorable_names
 from minifloat.model.runtime.weights import FusedParameter, ModelParameters
 
@@ -171,16 +172,7 @@ def _proportional(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Stretch the wavelengths that exceed the context of training, keep short ones, and interpolate between them."""
-    # Llama 3.1, `apply_scaling`
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    context = rope["original_max_position_embeddings"]
-    wavelengths = 2 * math.pi / frequencies
-    is_long, is_short = wavelengths > context / low, wavelengths < context / high
-    stretched = torch.where(is_long, frequencies / factor, frequencies)
-    share = (context / wavelengths - low) / (high - low)
-    between = (1 - share) * stretched / factor + share * stretched
-    return torch.where(~is_short & ~is_long, between, stretched)
+    return torch.from_numpy(llama3_frequencies(frequencies.numpy(), rope))
 
 
 def _longrope(rope: dict[str, Any], dim: int, layout: RotaryLayout) -> tuple[Tensor, float]:

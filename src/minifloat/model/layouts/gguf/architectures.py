@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.errors import UsageError
+from minifloat.model.architecture.rotary import llama3_frequencies
 
 if TYPE_CHECKING:
     import gguf
@@ -219,10 +220,6 @@ def rope_tensors(config: Config) -> dict[str, npt.NDArray[np.float32]]:
     if rope.get("rope_type") != "llama3":
         return {}
     size = head_dim(config)
-    waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, size, 2, dtype=np.float64) / size)
-    length, factor = rope["original_max_position_embeddings"], rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = (length / waves - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    divisors = np.where(waves < length / high, 1.0, np.where(waves > length / low, factor, between))
+    frequencies = rope["rope_theta"] ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+    divisors = frequencies / llama3_frequencies(frequencies, rope)
     return {"rope_freqs.weight": divisors.astype(np.float32)}
