@@ -48,6 +48,14 @@ class Kernel:
         self.config = config
 
 
+class MxFp4LinearKernel(Kernel):
+    """Base class of MXFP4's kernels, which since 0.33 says the formats of inputs that a kernel is chosen for."""
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        return weight_key == "MXFP4" and activation_key in (None, "MXFP4")
+
+
 class AmxKernel(Kernel):
     """A kernel of vLLM that needs instructions which minifloat does not use."""
 
@@ -143,6 +151,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     bases = ("FP8ScaledMMLinear", "Mxfp8Linear", "MxFp4Linear", "NvFp4Linear")
     contents: dict[str, Any] = {f"{base}Kernel": type(f"{base}Kernel", (Kernel,), {}) for base in bases}
     contents |= {f"{base}LayerConfig": types.SimpleNamespace for base in bases}
+    contents["MxFp4LinearKernel"] = MxFp4LinearKernel
     linear = module(_LINEAR, **contents, **{table: {CPU: []} for table in _TABLES[:3]}, **{t: {} for t in _TABLES[3:]})
     stub = Stub(linear, platform, module("vllm.version", __version__="0.32.0"), module("vllm.envs"), [])
     vars(stub.envs).update(environment_variables={}, VLLM_DISABLED_KERNELS=[])

@@ -140,7 +140,7 @@ def find_vllm(options: VllmOptions) -> Installed:
         last_line = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
         raise UsageError(f"{program}: expected vLLM's version, got status {answer.returncode}: {last_line}. {_INSTALL}")
     has_plugin = options.python is not None and lines[-1].startswith(f"{vllm_plugin.NAME} ")
-    return Installed(match[1], vllm_plugin.NAME if has_plugin and vllm_plugin.is_tested(match[1]) else None)
+    return Installed(match[1], vllm_plugin.NAME if has_plugin and vllm_plugin.ran_in(match[1]) is not None else None)
 
 
 def find_hardware(version: str) -> str | None:

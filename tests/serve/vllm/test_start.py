@@ -112,7 +112,8 @@ def test_the_version_comes_from_package_metadata_without_importing_vllm(
         ("0.32.0", None, "minifloat"),
         ("0.32.0", "other", None),
         ("0.32.0", "a,minifloat", "minifloat"),
-        ("0.33.0", None, None),
+        ("0.33.0", None, "minifloat"),
+        ("0.34.0", None, None),
     ],
 )
 def test_our_plugin_counts_where_this_vllm_loads_it(

@@ -69,19 +69,39 @@ def test_nothing_is_registered_on_a_gpu(vllm: Stub) -> None:
     assert "no kernels are registered on cuda" in vllm.messages(logging.DEBUG)[0]
 
 
-@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "0.32.0rc1"])
+@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "0.32.0rc1"])
 def test_another_version_of_vllm_is_refused_by_name(vllm: Stub, version: str) -> None:
     vllm.version.__version__ = version  # type: ignore[attr-defined]
     plugin.register()
     assert untouched(vllm)
     (message,) = vllm.messages(logging.WARNING)
-    assert f"vLLM {version} was not tested with them, only {vllm_plugin.TESTED_VERSIONS[0]}" in message
+    assert f"they are made for vLLM 0.32.0, 0.33.0, not {version}" in message
 
 
-def test_the_build_for_cpus_of_a_tested_version_is_taken(vllm: Stub) -> None:
-    vllm.version.__version__ = "0.32.0+cpu"  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("version", "warnings"),
+    [
+        ("0.32.0+cpu", []),
+        ("0.33.0", ["minifloat: the kernels fit vLLM 0.33.0 by its source, and were not run in it"]),
+    ],
+)
+def test_a_version_that_it_was_not_run_in_is_taken_with_a_warning(
+    vllm: Stub, version: str, warnings: list[str]
+) -> None:
+    vllm.version.__version__ = version  # type: ignore[attr-defined]
     plugin.register()
     assert not untouched(vllm)
+    assert vllm.messages(logging.WARNING) == warnings
+
+
+@pytest.mark.parametrize(("inputs", "is_chosen"), [(None, True), ("MXFP4", True), ("INT8", False)])
+def test_vllm_0_33_chooses_the_mxfp4_kernel_unless_other_inputs_are_asked_for(
+    vllm: Stub, inputs: str | None, is_chosen: bool
+) -> None:
+    plugin.register()
+    kernel, config = vllm.kernel("MinifloatMxfp4LinearKernel"), types.SimpleNamespace(activation_quant_key=inputs)
+    answers = kernel.is_supported()[0], kernel._supports_quant_scheme("MXFP4", inputs), kernel.can_implement(config)[0]
+    assert all(answers) is is_chosen
 
 
 def test_without_the_native_library_the_reason_is_said(vllm: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the plugin for vLLM (`minifloat.serve.vllm_plugin`) was tested with, and what it computes; imports no vLLM."""
+"""Versions of vLLM that the plugin (`minifloat.serve.vllm_plugin`) is for, and what it computes; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from minifloat.model.layouts import compressed_tensors, fp8
 
 #: Name of the plugin, as ``VLLM_PLUGINS`` and `target.PLUGINS` have it.
 NAME = "minifloat"
-#: Versions of vLLM, without the local part: ``0.32.0`` stands for ``0.32.0+cpu`` too.
-TESTED_VERSIONS = ("0.32.0",)
+#: Versions of vLLM, without the local part (``0.32.0`` stands for ``0.32.0+cpu`` too) -> whether the plugin ran in it.
+#: 0.33.0 has no package for CPUs: the classes and functions that the plugin uses were compared in its source.
+VERSIONS = {"0.32.0": True, "0.33.0": False}
 #: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
 LINEAR_KERNELS: dict[Kind, str] = {
     Kind.FP8_WEIGHT_ONLY: "MinifloatFp8LinearKernel",
@@ -25,9 +26,9 @@ LINEAR_KERNELS: dict[Kind, str] = {
 }
 
 
-def is_tested(version: str) -> bool:
-    """Return whether the plugin was tested with a version of vLLM."""
-    return version.partition("+")[0] in TESTED_VERSIONS
+def ran_in(version: str) -> bool | None:
+    """Return whether the plugin ran in a version of vLLM; None: it is not made for it."""
+    return VERSIONS.get(version.partition("+")[0])
 
 
 def kernel_of(kind: Kind | None, layout: str | None) -> str | None:

@@ -31,6 +31,8 @@ def register() -> None:
     if reason:
         log.warning("minifloat: no kernels are registered, vLLM runs without them: %s", reason)
         return
+    if not vllm_plugin.ran_in(vllm_version):
+        log.warning("minifloat: the kernels fit vLLM %s by its source, and were not run in it", vllm_version)
     from vllm import envs
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -52,9 +54,9 @@ def register() -> None:
 
 def why_not(version: str) -> str:
     """Return why nothing is registered; empty if it is."""
-    if not vllm_plugin.is_tested(version):
-        tested = ", ".join(vllm_plugin.TESTED_VERSIONS)
-        return f"vLLM {version} was not tested with them, only {tested}; install one of these, or another minifloat"
+    if vllm_plugin.ran_in(version) is None:
+        known = ", ".join(vllm_plugin.VERSIONS)
+        return f"they are made for vLLM {known}, not {version}; install one of these, or another minifloat"
     try:
         return native.why_unavailable()
     except MinifloatError as error:  # MINIFLOAT_ISA names an instruction set that this processor lacks

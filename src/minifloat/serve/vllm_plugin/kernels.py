@@ -4,8 +4,8 @@ All of them are weight-only: inputs stay in 16 bits, as `minifloat serve` leaves
 declares that inputs are quantized. BF16 linears are replaced only where that was measured to be faster: x86 with
 AVX-512 BF16 instructions and without AMX.
 
-Source: vLLM 0.32.0, `model_executor/kernels/linear`, `compressed_tensors.py: _get_scheme_from_parts`, `w8a8_utils.py:
-requantize_with_max_scale`, `custom_op.py: PluggableLayer`, `layers/linear.py: UnquantizedLinearMethod`.
+Source: vLLM 0.32.0 and 0.33.0, `model_executor/kernels/linear`, `compressed_tensors.py: _get_scheme_from_parts`,
+`w8a8_utils.py: requantize_with_max_scale`, `custom_op.py: PluggableLayer`, `layers/linear.py: UnquantizedLinearMethod`.
 """
 
 from __future__ import annotations
