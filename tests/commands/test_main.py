@@ -104,7 +104,8 @@ def test_exclude_is_an_override_to_bf16(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["quantize", "{base}", "{tmp}/out", "--scheme", "fp4"], "unknown scheme 'fp4'; valid: fp8-block"),
-        (["quantize", "{base}", "{tmp}/out", "--layout", "gguf"], "unknown layout 'gguf'"),
+        (["quantize", "{base}", "{tmp}/out", "--layout", "awq"], "unknown layout 'awq'"),
+        (["quantize", "{base}", "{tmp}/out", "--layout", "gguf"], "it has no tokenizer; copy tokenizer.json"),
         (["quantize", "{base}", "{tmp}/out", "--override", "nothing=fp8"], "'nothing' matches no weight"),
         (["quantize", "{base}", "{tmp}/no/out"], "does not exist"),
         (["quantize", "{base}", "{tmp}"], "--overwrite"),

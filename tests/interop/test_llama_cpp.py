@@ -19,7 +19,7 @@ from vllm_cases import STORIES, STORYBOOK
 
 from minifloat.engine import Engine, EngineOptions
 from minifloat.model.runtime.tokenizer import load_tokenizer
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.convert import GgufOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
 pytestmark = pytest.mark.timeout(3600)
@@ -98,7 +98,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for scheme in ("mxfp4", "nvfp4"):
         quantize_checkpoint(MODEL, folder / scheme, scheme)
         convert_checkpoint(folder / scheme, folder / f"{scheme}.gguf", "gguf")
+    convert_checkpoint(MODEL, folder / "parts.gguf", "gguf", gguf=GgufOptions(max_size=3 << 20))
     return folder
+
+
+def test_llama_cpp_loads_a_model_in_several_files(files: Path, tmp_path: Path) -> None:
+    parts = sorted(map(str, files.glob("parts-*")))
+    assert len(parts) > 1
+    windows = [list(range(5, 50))]
+    found = _ask(tmp_path, do="kl", base=str(files / "bf16.gguf"), files=parts[:1], windows=windows)
+    assert set(found[parts[0]]) == {0.0}
 
 
 def test_tokens_are_those_of_the_checkpoint(files: Path, tmp_path: Path) -> None:

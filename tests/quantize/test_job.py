@@ -229,7 +229,7 @@ def test_bad_requests_are_refused_before_anything_is_written(make_checkpoint: Ma
     with pytest.raises(UnknownNameError, match="valid: fp8-block"):
         quantize_checkpoint(source, tmp_path / "out", "fp7")
     with pytest.raises(UnknownNameError, match="compressed-tensors, fp8"):
-        quantize_checkpoint(source, tmp_path / "out", options=QuantizeOptions(layout="gguf"))
+        quantize_checkpoint(source, tmp_path / "out", options=QuantizeOptions(layout="awq"))
     with pytest.raises(NotACheckpointError):
         quantize_checkpoint(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(DestinationError, match="exist"):

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -178,6 +179,17 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
                 draft.unlink()
             raise
     sync_folder(path.parent)
+
+
+def require_space(folder: Path, nbytes: int, destination: Path) -> None:
+    """Raise StorageError unless the disk of a folder has room for the bytes that are missing of an output."""
+    with storage_errors(folder, "read the free space"):
+        free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise StorageError(
+            f"{destination}: the output needs {nbytes:,} bytes, the disk has {free:,} bytes free; free some space or "
+            "choose a destination on another disk"
+        )
 
 
 def sync_folder(path: Path) -> None:

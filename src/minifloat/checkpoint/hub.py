@@ -159,6 +159,11 @@ def model_name(model: str | os.PathLike[str]) -> str:
     return folder.name if origin is None else origin.repo_id
 
 
+def name_of(checkpoint: Checkpoint) -> str:
+    """Return the display name of the model of a checkpoint."""
+    return checkpoint.name or model_name(checkpoint.path)
+
+
 #: Number of bytes of the first request for a shard: most headers are shorter.
 _FIRST_BYTES = 1 << 16
 _REQUESTS_IN_FLIGHT = 8

@@ -87,6 +87,15 @@ class WorkFolder:
         self.clear(fingerprint)
         return reason
 
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The lines of the journal when it was opened, the first of which names the run."""
+        return self._open_journal().entries
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Record a step of a job that has entries of its own in place of finished files."""
+        self._open_journal().append(entry)
+
     def load(self, files: OwnFolder, check_record: Check = any_object) -> None:
         """Find the finished files, which are in the folder `files`, by reading them again."""
         self.finished, self.damaged = _finished_files(self._open_journal().entries, files, check_record)

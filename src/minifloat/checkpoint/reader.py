@@ -69,7 +69,10 @@ class Checkpoint:
         shards: File names of the shards, sorted.
         metadata: The free-form strings in the header of each shard.
         ignored_files: Files of weights that the model does not use.
+        name: Name of the model, where it is not that of the folder.
     """
+
+    name: str | None = None
 
     def __init__(
         self,

@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from minifloat.checkpoint.files import is_safe_name, list_folder, storage_errors, sync_folder
+from minifloat.checkpoint.files import is_safe_name, list_folder, require_space, storage_errors, sync_folder
 from minifloat.checkpoint.journal import WorkFolder, WrittenFile
 from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX
 from minifloat.checkpoint.own_folder import OwnFolder
@@ -33,6 +32,8 @@ from minifloat.checkpoint.schema import Check, any_object
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.errors import DestinationError, StorageError
+
+_Used = TypeVar("_Used")
 
 _LOG = logging.getLogger(__name__)
 
@@ -172,6 +173,13 @@ class CheckpointWriter:
         self._clean_up()
         return self.destination
 
+    def use_up(self, use: Callable[[Path], _Used]) -> _Used:
+        """Return what `use` makes of the folder of the complete output, which is deleted then in place of a commit."""
+        self._join_pending()
+        used = use(self.work / _OUTPUT)
+        self._clean_up()
+        return used
+
     def _clean_up(self) -> None:
         """Remove the work folder of a complete output; a refusal of the operating system is no failure of the run."""
         try:
@@ -257,12 +265,7 @@ class CheckpointWriter:
     def _check_space(self, total_bytes: int) -> None:
         with storage_errors(self.work, "read the free space"):
             done = sum((self.work / _OUTPUT / name).lstat().st_size for name in self.finished)
-            free = shutil.disk_usage(self.work).free
-        if total_bytes - done > free:
-            raise StorageError(
-                f"{self.destination}: the output needs {total_bytes - done:,} bytes, "
-                f"the disk has {free:,} bytes free; free some space or choose a destination on another disk"
-            )
+        require_space(self.work, total_bytes - done, self.destination)
 
     @property
     def _work(self) -> WorkFolder:

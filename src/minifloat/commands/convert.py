@@ -21,13 +21,7 @@ from minifloat.quantize.options import ConvertOptions, GgufOptions
     "--layout", metavar="NAME", help="compressed-tensors, fp8 (DeepSeek), modelopt, mxfp8 (SGLang), mlx or gguf."
 )
 @options_from(ConvertOptions, without=("revision",))
-@options_from(
-    GgufOptions,
-    group="GGUF",
-    fp8={"flags": ("--gguf-fp8",)},
-    embedding={"flags": ("--gguf-embedding",)},
-    pre_tokenizer={"flags": ("--gguf-pre-tokenizer",), "metavar": "NAME"},
-)
+@options_from(GgufOptions, group="GGUF", prefix="gguf_", pre_tokenizer={"metavar": "NAME"})
 @verbose_option()
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 @json_option()
@@ -50,7 +44,7 @@ def convert(
             out,
             layout,
             build(ConvertOptions, values),
-            gguf=build(GgufOptions, values),
+            gguf=build(GgufOptions, values, "gguf_"),
             progress=progress,
             announce=None if quiet else announce,
         )

@@ -46,10 +46,11 @@ def options_from(
     only: Collection[str] = (),
     without: Collection[str] = (),
     group: str | None = None,
+    prefix: str = "",
     environment: bool = False,
     **changes: Mapping[str, Any],
 ) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds an option for each field of a dataclass."""
+    """Return a decorator that adds an option for each field of a dataclass; `prefix` begins the names of options."""
     chosen = [field for field in fields(options) if field.name not in without and (not only or field.name in only)]
     unknown = {*only, *without, *changes} - {field.name for field in fields(options)}
     assert not unknown, f"{options.__name__} has no fields {unknown}"
@@ -58,19 +59,19 @@ def options_from(
     def decorate(command: _Command) -> _Command:
         for field in reversed(chosen):
             settings = _settings(options, field, texts[field.name]) | dict(changes.get(field.name, {}))
-            flags = settings.pop("flags", None) or (_flag(field),)
+            flags = settings.pop("flags", None) or (_flag(field, prefix),)
             if environment:
                 settings["envvar"] = "MINIFLOAT_" + flags[0].removeprefix("--").replace("-", "_").upper()
-            command = click.option(*flags, field.name, cls=GroupedOption, group=group, **settings)(command)
+            command = click.option(*flags, prefix + field.name, cls=GroupedOption, group=group, **settings)(command)
         return command
 
     return decorate
 
 
-def build(options: type[_Options], values: Mapping[str, Any], **more: Any) -> _Options:
+def build(options: type[_Options], values: Mapping[str, Any], prefix: str = "", /, **more: Any) -> _Options:
     """Return the dataclass made of click's values, of which those of other options are ignored, and of `more`."""
     names = {field.name for field in fields(options)}  # type: ignore[arg-type]  # every caller gives a dataclass
-    return options(**{name: value for name, value in values.items() if name in names} | more)
+    return options(**{name: values[prefix + name] for name in names if prefix + name in values} | more)
 
 
 def attributes_of(options: type) -> dict[str, str]:
@@ -88,8 +89,8 @@ def _default(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def _flag(field: Field[Any]) -> str:
-    return ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
+def _flag(field: Field[Any], prefix: str) -> str:
+    return ("--no-" if field.default is True else "--") + (prefix + field.name).replace("_", "-")
 
 
 def _settings(options: type, field: Field[Any], text: str) -> dict[str, Any]:

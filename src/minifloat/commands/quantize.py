@@ -24,11 +24,11 @@ from minifloat.commands.options import (
     show,
     verbose_option,
 )
-from minifloat.commands.options_from import build, options_from
+from minifloat.commands.options_from import GroupedCommand, build, options_from
 from minifloat.commands.report import draw_report, no_report_option
 from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
-from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.options import GgufOptions, QuantizeOptions
 
 if TYPE_CHECKING:
     from minifloat.calibration.result import Calibration
@@ -41,7 +41,7 @@ def _scheme_help() -> str:
     return "\n".join(["\b", "Schemes:"] + [f"  {scheme.name:<12} {scheme.summary}" for scheme in SCHEMES.values()])
 
 
-@click.command(epilog=_scheme_help())
+@click.command(cls=GroupedCommand, epilog=_scheme_help())
 @click.argument("model", type=MODEL)
 @click.argument("out", type=FOLDER)
 @revision_option()
@@ -78,12 +78,13 @@ def _scheme_help() -> str:
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
 @options_from(
     QuantizeOptions,
-    without=("overrides", "budget", "kv_cache", "impl", "revision"),
+    without=("overrides", "budget", "kv_cache", "impl", "revision", "gguf"),
     layout={"metavar": "NAME"},
     method={"metavar": "NAME"},
     target={"metavar": "ENGINE:HARDWARE[:tpN]"},
     base_model={"metavar": "ID"},
 )
+@options_from(GgufOptions, group="GGUF", prefix="gguf_", pre_tokenizer={"metavar": "NAME"})
 @no_report_option()
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and which engines load it; write nothing.")
 @verbose_option()
@@ -92,10 +93,13 @@ def _scheme_help() -> str:
 def quantize(**values: Any) -> None:
     """Quantize the checkpoint MODEL, a folder or a model of the hub, into the new folder OUT.
 
+    With --layout gguf, OUT is a file of llama.cpp, or the folder that it is put into.
+
     Weights are streamed: memory stays small whatever the size of the model. A run that is interrupted, even killed,
     leaves no half-written checkpoint behind; the same command continues it.
     """
     from minifloat.commands.progress import announce, progress_bar
+    from minifloat.model.layouts.gguf import NAME as GGUF
     from minifloat.quantize.document import document
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.report import data_hint
@@ -117,7 +121,7 @@ def quantize(**values: Any) -> None:
             announce=None if params.quiet else announce,
         )
     show(report, partial(document, verbose=params.verbose), as_json=params.as_json, quiet=params.quiet)
-    if not params.no_report:
+    if not params.no_report and params.layout != GGUF:
         draw_report(params.out, err=params.as_json, quiet=params.quiet)
     if not (params.as_json or params.quiet) and (hint := data_hint(report)):
         click.echo(hint)
@@ -155,6 +159,7 @@ def _options(params: SimpleNamespace, method: str | None = None) -> QuantizeOpti
         method=method,
         budget=_budget(params),
         kv_cache=params.kv_cache is not None,
+        gguf=build(GgufOptions, vars(params), "gguf_"),
     )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minifloat.engine.options import Dtype
 from minifloat.errors import UsageError
 from minifloat.model.plan.overrides import Override
-from minifloat.numerics.ranges import Count, check_fields
+from minifloat.numerics.ranges import Bytes, Count, check_fields
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,33 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class GgufOptions:
+    """How a checkpoint is written as a GGUF file.
+
+    Attributes:
+        fp8: Type of weights that GGUF has no codes for, as FP8: q8_0 or bf16; both round, and the report says how much.
+        embedding: Type of the embedding and of the output layer: bf16 or q8_0; None: as stored.
+        max_size: Bytes of tensors in a file; a larger model becomes several files, which llama.cpp loads together;
+            None: one file.
+        pre_tokenizer: llama.cpp's name for the way a tokenizer of GPT-2's kind splits words; None: found.
+    """
+
+    fp8: Literal["q8_0", "bf16"] = "q8_0"
+    embedding: Literal["bf16", "q8_0"] | None = None
+    max_size: Bytes | None = None
+    pre_tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class QuantizeOptions:
     """How a checkpoint is quantized.
 
     Attributes:
-        layout: compressed-tensors, fp8 (DeepSeek) or gpt-oss; None: gpt-oss for its experts in mxfp4, else the first.
+        layout: compressed-tensors, fp8 (DeepSeek), gpt-oss, mlx or gguf; None: gpt-oss for its experts in mxfp4, else
+            the first.
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last override that matches a module decides.
         method: How codes are chosen: nearest, gptq, match or tune; None: match with data, else nearest.
         budget: Bits, bytes or KL divergence within which the formats of fused groups of weights are chosen; needs
@@ -86,6 +108,7 @@ class QuantizeOptions:
         overwrite: Whether to replace the destination if it exists, once the new checkpoint is complete.
         revision: Branch, tag or commit of a model of the hub.
         base_model: For the model card: the source's id on the hub, if the source is a folder.
+        gguf: Types in a GGUF file.
     """
 
     layout: str | None = None
@@ -106,6 +129,7 @@ class QuantizeOptions:
     overwrite: bool = False
     revision: str | None = None
     base_model: str | None = None
+    gguf: GgufOptions = field(default_factory=GgufOptions)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -139,24 +163,6 @@ class ConvertOptions:
     workers: Count | None = None
     overwrite: bool = False
     revision: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True)
-class GgufOptions:
-    """How a checkpoint is written as a GGUF file.
-
-    Attributes:
-        fp8: Type of weights that GGUF has no codes for, as FP8: q8_0 or bf16; both round, and the report says how much.
-        embedding: Type of the embedding and of the output layer: bf16 or q8_0; None: as stored.
-        pre_tokenizer: llama.cpp's name for the way a tokenizer of GPT-2's kind splits words; None: found.
-    """
-
-    fp8: Literal["q8_0", "bf16"] = "q8_0"
-    embedding: Literal["bf16", "q8_0"] | None = None
-    pre_tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,9 @@ from minifloat.deploy.check.judge import (
 )
 from minifloat.deploy.check.subject import Case, Subject
 from minifloat.deploy.check.target import Target
-from minifloat.errors import TensorError, UsageError
+from minifloat.errors import TensorError, UsageError, lookup
 from minifloat.kernels import processors
-from minifloat.model.layouts import choose_writer, get_writer
+from minifloat.model.layouts import WRITERS, choose_writer
 from minifloat.model.layouts.contradictions import refuse_contradictions
 from minifloat.model.layouts.decoded import DecodedCheckpoint, plain_view
 from minifloat.model.plan.overrides import Override
@@ -42,6 +42,7 @@ from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan, require_share
 from minifloat.model.plan.vocabulary import vocabulary_notes, vocabulary_overrides
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, get_scheme
+from minifloat.quantize.converted import ENGINE_OF, check_schemes, check_source
 from minifloat.quantize.nonfinite import tensors_allowed
 from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.provenance import describe_recipe
@@ -94,8 +95,8 @@ def planned_source(
     source: str | os.PathLike[str], destination: str | os.PathLike[str], options: QuantizeOptions
 ) -> Iterator[Planner]:
     """Open a source, and yield what plans its output; options that no source can have are refused before."""
-    if options.layout is not None:
-        get_writer(options.layout)
+    if options.layout is not None and options.layout not in ENGINE_OF:
+        lookup("layout", options.layout, {**WRITERS, **ENGINE_OF})
     if options.base_model is not None and not is_hub_id(options.base_model):
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {options.base_model!r}")
     overrides, caster = options.parsed_overrides(), Caster.of(options.device, options.impl)
@@ -104,7 +105,10 @@ def planned_source(
         checkpoint = plain_view(stored) if options.from_quantized else stored
         refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
         refuse_inside(checkpoint.path, Path(destination))
-        CheckpointWriter.check_destination(Path(destination), overwrite=options.overwrite)
+        if options.layout in ENGINE_OF:
+            check_source(checkpoint, Path(destination), options)
+        else:
+            CheckpointWriter.check_destination(Path(destination), overwrite=options.overwrite)
         tensors_allowed(checkpoint, options.allow_nonfinite)
         overrides = [*vocabulary_overrides(checkpoint, options.lm_head, options.embedding), *overrides]
         yield Planner(stored, checkpoint, options, overrides, caster)
@@ -125,13 +129,18 @@ class Planner:
         self.decoded = checkpoint if isinstance(checkpoint, DecodedCheckpoint) else None
         self.overrides = list(overrides)
         self._plans: dict[Scheme, QuantizationPlan] = {}
+        self.converted_to = options.layout if options.layout in ENGINE_OF else None
         self._target = None if options.target is None else Target.parse(options.target)
+        if self.converted_to is not None:
+            self._target = Target.of(ENGINE_OF[self.converted_to], "cpu")
 
     def plan(self, scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
-        layout = choose_writer(self.options.layout, self.checkpoint.config, scheme)
+        layout = choose_writer(None if self.converted_to else self.options.layout, self.checkpoint.config, scheme)
         plan = make_plan(self.checkpoint, scheme, layout, overrides, mtp=self.options.mtp)
         if not self.options.allow_partial:
             require_share(plan)
+        if self.converted_to is not None:
+            check_schemes(self.converted_to, dict.fromkeys(plan.modules.values()))
         return plan if self.decoded is None else with_dequantized_copies(plan, self.decoded)
 
     def with_overrides(self, overrides: Sequence[Override]) -> Planner:
@@ -141,9 +150,13 @@ class Planner:
     def chosen(self, scheme: Scheme | None) -> tuple[QuantizationPlan, tuple[str, ...]]:
         """Return the plan of a scheme; None: of the default one, or of one that loads, with a note on that choice."""
         notes: tuple[str, ...] = ()
+        if scheme is None and self.converted_to is not None:
+            raise UsageError(f"--layout {self.converted_to}: give a --scheme whose codes it holds, e.g. mxfp4")
         if scheme is None:
             scheme, notes = self._default(get_scheme(DEFAULT_SCHEME))
         plan = self._plan(scheme)
+        if self.converted_to is not None and self._target is not None:
+            self._report(plan, self._target).require_loadable()
         self.caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
         return plan, notes
 
@@ -174,10 +187,12 @@ class Planner:
             plan, activations, scale_notes = apply_calibration(
                 plan, self.checkpoint, calibration, kv_cache=self.options.kv_cache
             )
-        engines = check_everywhere(Subject.of_plan(self.checkpoint, plan), MODEL)
+        engines = check_everywhere(self._subject(plan), MODEL)
+        if self.converted_to is not None:
+            engines = {engine: engines[engine] for engine in (ENGINE_OF[self.converted_to],)}
         verdicts = engine_verdicts(engines)
         engine_notes = (*notes, *self._notes(plan, verdicts))
-        report_notes = (*scale_notes, *vocabulary_notes(plan))
+        report_notes = (*scale_notes, *(vocabulary_notes(plan) if self.converted_to is None else ()))
         return PlannedRun(self, plan, calibration, activations, rounded, engines, verdicts, engine_notes, report_notes)
 
     def _plan(self, scheme: Scheme) -> QuantizationPlan:
@@ -222,12 +237,19 @@ class Planner:
     def _nowhere(self) -> str:
         return "in no engine but minifloat" if self._target is None else f"not on {self._target}"
 
-    def _report(self, plan: QuantizationPlan, target: Target) -> CheckReport:
+    def _subject(self, plan: QuantizationPlan) -> Subject:
         subject = Subject.of_plan(self.checkpoint, plan)
-        return judge(str(self.checkpoint.path), plan.scheme.name, Case(subject, target))
+        return subject if self.converted_to is None else replace(subject, layout=self.converted_to)
+
+    def disk_bytes(self, plan: QuantizationPlan) -> int:
+        """Return the bytes of the output, and of the checkpoint that it is converted from."""
+        return plan.output_bytes * (1 if self.converted_to is None else 2)
+
+    def _report(self, plan: QuantizationPlan, target: Target) -> CheckReport:
+        return judge(str(self.checkpoint.path), plan.scheme.name, Case(self._subject(plan), target))
 
     def _verdicts(self, plan: QuantizationPlan) -> tuple[EngineVerdict, ...]:
-        return verdicts_of(Subject.of_plan(self.checkpoint, plan))
+        return verdicts_of(self._subject(plan))
 
     def loads(self, plan: QuantizationPlan) -> bool:
         """Return whether the target, or any engine but minifloat, loads a plan."""

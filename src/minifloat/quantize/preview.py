@@ -50,12 +50,13 @@ class QuantizePreview(TensorsReport):
     engines: tuple[EngineVerdict, ...]
     notes: tuple[str, ...]
     disk_free: int
+    disk_bytes: int
     cost: DataCost | None = None  # what choosing codes with text takes; None: they are not chosen with text
 
     @property
     def fits_on_disk(self) -> bool:
-        """Whether the disk has room for the tensors."""
-        return self.output_bytes <= self.disk_free
+        """Whether the disk has room for the tensors, and for the checkpoint that a GGUF file is made from."""
+        return self.disk_bytes <= self.disk_free
 
     @property
     def can_run(self) -> bool:
@@ -129,12 +130,13 @@ def preview_quantization(
             str(source),
             str(destination),
             run.plan.scheme.name,
-            run.plan.layout.name,
+            planner.converted_to or run.plan.layout.name,
             _tensors(run.checkpoint, run.plan),
             QuantizedShare.of(run.plan),
             run.verdicts,
             (*run.engine_notes, *run.report_notes, *unknown_family_notes(run.checkpoint.config)),
             shutil.disk_usage(Path(destination).absolute().parent).free,
+            planner.disk_bytes(run.plan),
             _cost(run.checkpoint, plan, data, Path(destination), search),
         )
 

@@ -10,7 +10,7 @@ from minifloat._version import __version__
 from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import combine
-from minifloat.checkpoint.hub import model_name, origin_of
+from minifloat.checkpoint.hub import name_of, origin_of
 from minifloat.model.layouts import compressed_tensors
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 
@@ -97,11 +97,11 @@ def provenance(
 ) -> dict[str, Any]:
     """Return source, hashes, versions and command of an output; sharding does not change them."""
     origin = origin_of(checkpoint.path)
-    source = checkpoint.path.name if origin is None else str(origin)
+    source = checkpoint.name or checkpoint.path.name if origin is None else str(origin)
     return {
         "minifloat": __version__,
         "command": f"minifloat {command} {source} OUT {options}",
-        "source": model_name(checkpoint.path),
+        "source": name_of(checkpoint),
         "source_revision": None if origin is None else origin.revision,
         **facts,
         "source_digest": combine((tensor.name, tensor.source_digest) for tensor in tensors),

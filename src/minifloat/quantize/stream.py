@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
-from minifloat.checkpoint.files import name_digest, new_hasher
+from minifloat.checkpoint.files import Hasher, byte_view, name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax
@@ -220,6 +220,28 @@ def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
     for slab in _source_chunks(checkpoint, info):
         hasher.update(slab)
     return name_digest(hasher)
+
+
+class HashedReads(Checkpoint):
+    """A view of a checkpoint that hashes the tensors that are read through it from the first byte to the last."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.__dict__ |= checkpoint.__dict__
+        self._read_through = checkpoint
+        self._hashed: dict[str, tuple[Hasher, int]] = {}
+
+    def read_into(self, info: TensorInfo, buffer: memoryview | Bytes, start: int = 0) -> None:
+        """Read as the checkpoint does."""
+        self._read_through.read_into(info, buffer, start)
+        hasher, end = self._hashed.get(info.name) or (new_hasher(), 0)
+        if start == end:
+            hasher.update(buffer)
+            self._hashed[info.name] = hasher, end + len(byte_view(buffer))
+
+    def digest(self, info: TensorInfo) -> str:
+        """Return what `copy_digest` returns; a tensor that was not read in whole is read now."""
+        hasher, end = self._hashed.get(info.name) or (new_hasher(), 0)
+        return name_digest(hasher) if end == info.nbytes else copy_digest(self._read_through, info)
 
 
 def quantize_part(

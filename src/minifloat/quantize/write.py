@@ -11,14 +11,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
+from minifloat.checkpoint.hub import model_name
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
@@ -45,8 +47,10 @@ from minifloat.model.plan.quantization import kept_experts
 from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, QuantizedShare, TensorPlan
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import without_static_scales
+from minifloat.quantize.convert.job import convert_opened
 from minifloat.quantize.document import BUDGET_CHART, model_card
 from minifloat.quantize.nonfinite import nonfinite_notes, tensors_allowed
+from minifloat.quantize.options import ConvertOptions
 from minifloat.quantize.planner import PlannedRun
 from minifloat.quantize.provenance import provenance, quantize_options
 from minifloat.quantize.quantized_source import (
@@ -82,10 +86,11 @@ def write_run(
 ) -> QuantizeReport:
     started = time.perf_counter() if started is None else started
     options, decoded, recipe = run.planner.options, run.planner.decoded, run.recipe
+    layout, destination = run.planner.converted_to, Path(destination)
     with CheckpointWriter(
-        destination,
+        destination if layout is None else destination.absolute().with_name(f"{destination.name}.quantized"),
         fingerprint=fingerprint(run.planner.stored, recipe, _constants(run.plan)),
-        total_bytes=run.plan.output_bytes,
+        total_bytes=run.planner.disk_bytes(run.plan),
         overwrite=options.overwrite,
         check_record=record_check(TENSOR_ROW, amax=map_of(number(0))),
     ) as writer:
@@ -122,8 +127,22 @@ def write_run(
             resumed_shards=job.resumed,
         )
         _write_small_files(run, names, writer, report)
+        if layout is not None:
+            return writer.use_up(lambda output: _converted(run, report, output, progress))
         writer.commit()
     return report
+
+
+def _converted(run: PlannedRun, report: QuantizeReport, output: Path, progress: Progress | None) -> QuantizeReport:
+    """Convert the whole checkpoint in a work folder to the destination; return the report with what that adds."""
+    options = run.planner.options
+    made = ConvertOptions(allow_nonfinite=options.allow_nonfinite, workers=options.workers, overwrite=options.overwrite)
+    with Checkpoint.open_unfinished(output) as checkpoint:
+        checkpoint.name = model_name(run.planner.stored.path)
+        converted = convert_opened(
+            checkpoint, report.source, report.destination, options.layout, made, gguf=options.gguf, progress=progress
+        )
+    return replace(report, destination=converted.destination, notes=(*report.notes, *converted.notes))
 
 
 def _mtp_note(plan: QuantizationPlan) -> Iterator[str]:

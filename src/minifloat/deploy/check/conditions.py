@@ -13,7 +13,7 @@ from minifloat.errors import ConfigError
 from minifloat.model.architecture.family import Role
 from minifloat.model.architecture.full_config import merges_single_experts
 from minifloat.model.architecture.roles import fused_group, is_embedding, is_mtp, role_of, serving_group
-from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss
+from minifloat.model.layouts import compressed_tensors, fp8, gguf, gpt_oss
 from minifloat.model.layouts.gguf.architectures import BY_CLASS
 from minifloat.model.layouts.gguf.blocks import blocks_of
 from minifloat.numerics.formats import E4M3, ElementFormat
@@ -94,6 +94,10 @@ def partial_ggml_blocks(case: Case) -> Iterator[str]:
 
 def anything(case: Case) -> Iterator[str]:
     yield f"{case.target.engine} on {case.target.hardware.name}"
+
+
+def no_gguf_file(case: Case) -> Iterator[str]:
+    return anything(case) if case.subject.layout != gguf.NAME else iter(())
 
 
 # Formats of weights.

@@ -254,13 +254,15 @@ def loads_in(reports: Mapping[str, CheckReport]) -> list[str]:
 
 def engine_tags(reports: Reports) -> list[str]:
     """Return the servers that load the model on some machine, as tags of its card."""
-    return [engine for engine in ("vllm", "sglang") if loads_in(reports[engine])]
+    return [engine for engine in ("vllm", "sglang") if loads_in(reports.get(engine, {}))]
 
 
 def library_name(reports: Reports) -> str:
     """Return the library that hubs show a snippet for: transformers only if it loads the model."""
     if "mlx" in reports:
         return "mlx"
+    if "llama.cpp" in reports:
+        return "gguf"
     return "transformers" if loads_in(reports["transformers"]) else "minifloat"
 
 

@@ -523,7 +523,7 @@ RULES: tuple[LoadingRule, ...] = (
         cure="keep these modules in 16 bits (--exclude), or quantize them to FP8, which becomes Q8_0 or BF16",
         source="ggml/src/ggml-common.h: QK_MXFP4, QK_NVFP4",
     ),
-    rule("gguf-file", LLAMA_CPP, LOCALS, DEGRADED, when.anything).because(
+    rule("gguf-file", LLAMA_CPP, LOCALS, DEGRADED, when.no_gguf_file).because(
         "llama.cpp reads GGUF files, no folders; codes and scales of MXFP4 and NVFP4 stay the same in one",
         cure="minifloat convert --layout gguf",
         source="conversion/base.py: repack_mxfp4_blocks, _nvfp4_pack",

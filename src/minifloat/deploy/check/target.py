@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from minifloat._version import __version__
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, LOCAL_HARDWARE, Hardware, HardwareGeneration
 from minifloat.errors import UsageError, lookup
-from minifloat.model.layouts import mlx
+from minifloat.model.layouts import gguf, mlx
 from minifloat.numerics.formats import E4M3
 
 #: Engine -> the version whose code the rules were read from.
@@ -24,7 +24,7 @@ ENGINES = {
 #: Engine -> earlier versions for which the rules hold too. Packages of vLLM for CPUs ended with 0.32.0 on 2026-11-28.
 EARLIER = {"vllm": ("0.32.0",)}
 #: Engines on `LOCAL_HARDWARE`, and the layout that is made for each; reports on other layouts leave them out.
-LOCAL = {"mlx": mlx.NAME, "llama.cpp": "gguf"}
+LOCAL = {"mlx": mlx.NAME, "llama.cpp": gguf.NAME}
 
 #: Engine -> plugins of it that the rules know.
 PLUGINS = {"vllm": {"minifloat": "minifloat's kernels for linears on CPUs"}}

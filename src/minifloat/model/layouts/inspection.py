@@ -126,7 +126,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = N
 
 def _inspect_gguf(path: Path) -> Inspection:
     require_package()
-    from minifloat.model.layouts.gguf.reading import EMBEDDING, read_header
+    from minifloat.model.layouts.gguf.reading import EMBEDDING, number_in, read_header
 
     fields, tensors = read_header(path)
     rows = []
@@ -139,7 +139,7 @@ def _inspect_gguf(path: Path) -> Inspection:
         rows.append(TensorRow(name, kind, format_, shape, math.prod(shape), int(tensor.n_bytes)))
     rows.sort(key=lambda row: row.kind != "quantized")
     name = fields["general.architecture"].contents() if "general.architecture" in fields else "unknown"
-    return Inspection(str(path), str(name), "gguf", None, 1, tuple(rows))
+    return Inspection(str(path), str(name), "gguf", None, number_in(fields, "split.count", 1), tuple(rows))
 
 
 def inspect_opened(path: str | os.PathLike[str], checkpoint: Checkpoint, description: Description) -> Inspection:

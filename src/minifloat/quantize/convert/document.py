@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.hub import model_name
+from minifloat.checkpoint.hub import name_of
 from minifloat.deploy.check import ENGINES
 from minifloat.deploy.check.document import DEPLOYMENT, MODEL, deployment_section, verdict_section
 from minifloat.deploy.check.judge import Reports, engine_tags, library_name
@@ -71,7 +71,7 @@ def outcome_lines(resumed_shards: int, notes: tuple[str, ...], destination: str)
 
 def model_card(checkpoint: Checkpoint, report: ConvertReport, engines: Reports) -> str:
     """Return the card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true."""
-    name = model_name(checkpoint.path)
+    name = name_of(checkpoint)
     try:
         source_card = read_card(checkpoint.path).decode(errors="replace")
     except FileNotFoundError:

@@ -95,45 +95,62 @@ def convert_checkpoint(
         TensorError: A tensor holds NaN or Inf; it is named and nothing is left behind.
         StorageError: The system refused to read or write; the work folder stays, and the same call continues.
     """
-    started = time.perf_counter()
     _check(layout, options := options or ConvertOptions())
     with Checkpoint.open(model_folder(source, revision=options.revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
-        if layout == gguf_layout.NAME:
-            gguf_layout.require_package()
-            from minifloat.quantize.convert.gguf_file import write_gguf
+        return convert_opened(
+            checkpoint, str(source), destination, layout, options, gguf=gguf, progress=progress, announce=announce
+        )
 
-            return write_gguf(checkpoint, str(source), Path(destination), options, gguf or GgufOptions(), progress)
-        if layout is None:
-            plan = make_dequantize_plan(checkpoint, options.dtype)
-        else:
-            plan = make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
-        allowed = tensors_allowed(checkpoint, options.allow_nonfinite)
-        engines = check_output(checkpoint, plan, MODEL)
-        for warning in (warnings := tuple(warnings_of(engine_verdicts(engines)))):
-            if announce is not None:
-                announce(warning)
-        with CheckpointWriter(
-            destination,
-            fingerprint=fingerprint(checkpoint, plan.facts()),
-            total_bytes=plan.output_bytes,
-            overwrite=options.overwrite,
-            check_record=record_check(TENSOR_ROW),
-        ) as writer:
-            with worker_pool(processors.workers(options.workers), writer) as pool:
-                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress, allowed)
-                rows = {row["name"]: ConvertedTensor(**row) for row in job.run()}
-                tensors = tuple(rows[name] for name in checkpoint.tensors)
-            report = replace(
-                _report(checkpoint, plan, tensors, (*warnings, *_allowed_notes(tensors), *restart_notes(writer))),
-                source=str(source),
-                destination=str(destination),
-                engines=engine_verdicts(engines),
-                seconds=time.perf_counter() - started,
-                resumed_shards=job.resumed,
-            )
-            _write_small_files(checkpoint, plan, writer, report, engines)
-            writer.commit()
+
+def convert_opened(
+    checkpoint: Checkpoint,
+    source: str,
+    destination: str | os.PathLike[str],
+    layout: str | None,
+    options: ConvertOptions,
+    *,
+    gguf: GgufOptions | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint that is open, whose name for the report is `source`."""
+    started = time.perf_counter()
+    if layout == gguf_layout.NAME:
+        gguf_layout.require_package()
+        from minifloat.quantize.convert.gguf_file import write_gguf
+
+        return write_gguf(checkpoint, source, Path(destination), options, gguf or GgufOptions(), progress)
+    if layout is None:
+        plan = make_dequantize_plan(checkpoint, options.dtype)
+    else:
+        plan = make_layout_plan(checkpoint, layout, allow_rounding=options.allow_rounding)
+    allowed = tensors_allowed(checkpoint, options.allow_nonfinite)
+    engines = check_output(checkpoint, plan, MODEL)
+    for warning in (warnings := tuple(warnings_of(engine_verdicts(engines)))):
+        if announce is not None:
+            announce(warning)
+    with CheckpointWriter(
+        destination,
+        fingerprint=fingerprint(checkpoint, plan.facts()),
+        total_bytes=plan.output_bytes,
+        overwrite=options.overwrite,
+        check_record=record_check(TENSOR_ROW),
+    ) as writer:
+        with worker_pool(processors.workers(options.workers), writer) as pool:
+            job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress, allowed)
+            rows = {row["name"]: ConvertedTensor(**row) for row in job.run()}
+            tensors = tuple(rows[name] for name in checkpoint.tensors)
+        report = replace(
+            _report(checkpoint, plan, tensors, (*warnings, *_allowed_notes(tensors), *restart_notes(writer))),
+            source=source,
+            destination=str(destination),
+            engines=engine_verdicts(engines),
+            seconds=time.perf_counter() - started,
+            resumed_shards=job.resumed,
+        )
+        _write_small_files(checkpoint, plan, writer, report, engines)
+        writer.commit()
     return report
 
 

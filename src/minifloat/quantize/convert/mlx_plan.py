@@ -84,17 +84,22 @@ def with_older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return older
 
 
-def make_mlx_plan(checkpoint: Checkpoint, *, allow_rounding: bool = False) -> ConvertPlan:
-    """Plan to write the same weights in mlx-lm's layout."""
+def require_model_type(checkpoint: Checkpoint) -> None:
+    """Refuse a model that mlx-lm may not load as the same one."""
     model_type = str(checkpoint.config.get("model_type"))
-    description = describe_quantized(checkpoint)
-    if description.layout == gpt_oss.NAME:
-        raise ConversionError("mlx-lm loads gpt-oss in the layout in which it is published: leave it as it is")
     if model_type not in mlx.MODEL_TYPES:
         raise ConversionError(
             f"model_type {model_type!r} was not run in mlx-lm, which may read other names; layout 'mlx' is written for "
             f"{', '.join(mlx.MODEL_TYPES)}"
         )
+
+
+def make_mlx_plan(checkpoint: Checkpoint, *, allow_rounding: bool = False) -> ConvertPlan:
+    """Plan to write the same weights in mlx-lm's layout."""
+    description = describe_quantized(checkpoint)
+    if description.layout == gpt_oss.NAME:
+        raise ConversionError("mlx-lm loads gpt-oss in the layout in which it is published: leave it as it is")
+    require_model_type(checkpoint)
     if description.kv is not None or description.auxiliary:
         name = min(description.auxiliary, default="kv_cache_scheme")
         raise ConversionError(f"{name}: layout 'mlx' has no place for it; {mlx.WRITER.cure}")

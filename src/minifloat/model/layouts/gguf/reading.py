@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from pathlib import Path
 from types import MappingProxyType
@@ -22,19 +23,48 @@ from minifloat.model.layouts.gguf.places import Place, Places, row_axis
 from minifloat.model.runtime.config import plain_config
 
 _DTYPE, _ITEM_BYTES = "F32", 4
+#: Name of a part, by its name without numbers; the most parts that are credible.
+_PART = re.compile(r"(.+)-00001-of-\d{5}\.gguf")
+_MOST_PARTS = 99_999
 EMBEDDING = "token_embd.weight"
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of a file and its tensors, each by name; the file is mapped, and its weights are not read.
+    """Return the fields of a file, or of the first of several, and all tensors, each by name; weights are not read.
 
     Raises:
-        CheckpointError: It is no GGUF file, is cut off, or is a part of several.
+        CheckpointError: It is no GGUF file, is cut off, or is a part of several that is not the first, or lacks others.
     """
+    fields, tensors = _read_part(path)
+    count = number_in(fields, "split.count", 1)
+    if count == 1:
+        return fields, tensors
+    match = _PART.fullmatch(path.name)
+    if match is None or number_in(fields, "split.no", -1) != 0 or not 0 < count <= _MOST_PARTS:
+        raise CheckpointError(path, f"one of {count} parts; give the first, named NAME-00001-of-{count:05}.gguf")
+    for at in range(1, count):
+        part = path.with_name(gguf.SHARD_NAME_FORMAT.format(match[1], at + 1, count))
+        others, more = _read_part(part)
+        if (number_in(others, "split.no", -1), number_in(others, "split.count", 1)) != (at, count):
+            raise CheckpointError(part, f"not part {at + 1} of the {count} of {path.name}; download it again")
+        tensors |= more
+    wanted = number_in(fields, "split.tensors.count", len(tensors))
+    if len(tensors) != wanted:
+        raise CheckpointError(path, f"{wanted} tensors, and its {count} parts hold {len(tensors)}; download them again")
+    return fields, tensors
+
+
+def number_in(fields: dict[str, Any], name: str, default: int) -> int:
+    """Return a number of a file's fields."""
+    return int(fields[name].contents()) if name in fields else default
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         reader = gguf.GGUFReader(path)
         fields = dict(reader.fields)
-        parts = fields["split.count"].contents() if "split.count" in fields else 1
+        for name in fields.keys() & {"split.count", "split.no", "split.tensors.count"}:
+            int(fields[name].contents())
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
@@ -42,8 +72,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError(
             path, f"no whole GGUF file ({error or type(error).__name__}); download it again"
         ) from error
-    if parts > 1:
-        raise CheckpointError(path, f"one of {parts} parts; join them: llama-gguf-split --merge FIRST WHOLE")
     return fields, tensors
 
 
