@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from minifloat.deploy.publish import PushOptions, push_checkpoint
 from minifloat.errors import MinifloatError, UnsafeFileError
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.options import GgufOptions, QuantizeOptions
 
 #: Function that returns a copy of a quantized checkpoint, into which the test may write.
 Copy = Callable[[], Path]
@@ -192,3 +192,23 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(copy: Copy, tmp_path: Pa
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "secret")
     with pytest.raises(UnsafeFileError, match="leaves the folder"):
         push_checkpoint(folder, "me/x", PushOptions(license="mit", dry_run=True))
+
+
+def test_gguf_files_are_uploaded_with_their_card_and_modelfile(hub: FakeHub, home: Path, sharded: Path) -> None:
+    options = QuantizeOptions(layout="gguf", base_model="org/storybook", gguf=GgufOptions(max_size=2 << 20))
+    quantize_checkpoint(sharded, home / "model", "mxfp4", options)
+    (home / "model" / "notes.txt").write_text("secret")
+    result = hub.run(home, "push", "model", "me/storybook-GGUF", "--license", "mit", "--json", HF_TOKEN=TOKEN)
+    assert (result.returncode, result.stderr) == (0, "")
+    uploaded = set(hub.repos["me/storybook-GGUF"].branches["main"])
+    assert uploaded == set(contents(home / "model")) - {"notes.txt"} >= {"README.md", "Modelfile"}
+    assert len([name for name in uploaded if "-MXFP4-0000" in name]) == len(uploaded) - 2 > 1
+    data = ModelCard.load(home / "model" / "README.md").data
+    found = (data.library_name, data.base_model, data.base_model_relation, data.license, data.quantized_by)
+    assert found == ("gguf", "org/storybook", "quantized", "mit", "minifloat")
+    assert {"gguf", "mxfp4"} <= set(data.tags)
+    assert "compressed-tensors" not in data.tags
+    first = min((home / "model").glob("*.gguf"))
+    first.write_bytes(first.read_bytes()[:5000])
+    with pytest.raises(MinifloatError, match="no whole GGUF file"):
+        push_checkpoint(home / "model", "me/x", PushOptions(license="mit", dry_run=True))

@@ -9,6 +9,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SHARD_SUFFIX = ".safetensors"
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"  #: ModelOpt's file for its quantization config
+OLLAMA_FILE = "Modelfile"  #: of Ollama, beside GGUF files
 JOURNAL_FILE = "minifloat-journal.jsonl"  #: marks the work folder of an unfinished output
 
 #: What a file of llama.cpp is, and what to give in its place.

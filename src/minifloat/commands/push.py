@@ -18,7 +18,7 @@ from minifloat.deploy.options import PushOptions
 @options_from(PushOptions)
 @json_option()
 def push(folder: str, repo_id: str, as_json: bool, **values: Any) -> None:
-    """Upload the checkpoint FOLDER to the hub, as ORG/NAME.
+    """Upload the checkpoint FOLDER, or a folder of GGUF files, to the hub, as ORG/NAME.
 
     Weights, config, tokenizer, card, licence and the report of `quantize` are uploaded; other files in FOLDER are not.
     The token comes from HF_TOKEN or `hf auth login`.

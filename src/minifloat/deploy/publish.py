@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
-from minifloat.checkpoint.files import list_folder, resolve_inside, storage_errors
+from minifloat.checkpoint.files import list_folder, resolve_folder, resolve_inside, storage_errors
 from minifloat.checkpoint.hub import Origin, first_line, hub_errors, is_hub_id
-from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
+from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE, OLLAMA_FILE, is_gguf, is_sidecar
 from minifloat.checkpoint.rewrite import CARD_FILE, REPORT_FILE
 from minifloat.deploy.check.document import DEPLOYMENT, deployment_section
 from minifloat.deploy.check.judge import check_everywhere
@@ -20,6 +20,7 @@ from minifloat.deploy.check.subject import Subject
 from minifloat.deploy.options import PushOptions
 from minifloat.errors import CheckpointError, HubError, UnsafeFileError, UsageError
 from minifloat.model.layouts import describe
+from minifloat.model.layouts.gguf import require_package
 from minifloat.report.document import Bullets, Document, ShortReport, Table, columns, section
 from minifloat.report.markdown import add_metadata, markers, read_card, read_metadata, with_section, write_card
 from minifloat.report.text import size_text
@@ -82,7 +83,7 @@ def push_checkpoint(folder: str | os.PathLike[str], repo_id: str, options: PushO
     commands.
 
     Args:
-        folder: A checkpoint.
+        folder: A checkpoint, or a folder of GGUF files.
         repo_id: ``ORG/NAME``.
         options: How to upload, and the card's metadata.
 
@@ -95,16 +96,23 @@ def push_checkpoint(folder: str | os.PathLike[str], repo_id: str, options: PushO
     options = options or PushOptions()
     if not is_hub_id(repo_id):
         raise UsageError(f"expected the id of a model of the hub, ORG/NAME, got {repo_id!r}")
-    with Checkpoint.open(folder) as checkpoint:
-        quantized = describe(checkpoint).layout is not None
-        given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
-        card = _completed_card(checkpoint, given, quantized=quantized)
-        if markers(DEPLOYMENT)[0].encode() in card.content:
-            engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
-            card = card.with_section(deployment_section(engines, repo_id))
-        files = _files(checkpoint) | {CARD_FILE: len(card.content)}
+    root, quantized = resolve_folder(folder), True
+    present = list_folder(root)
+    given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
+    if CONFIG_FILE not in present and any(map(is_gguf, present)):
+        card = _completed_card(root, given, quantized=quantized)
+        files = _sizes(root, _gguf_files(root, present))
+    else:
+        with Checkpoint.open(root) as checkpoint:
+            quantized = describe(checkpoint).layout is not None
+            card = _completed_card(root, given, quantized=quantized)
+            if markers(DEPLOYMENT)[0].encode() in card.content:
+                engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
+                card = card.with_section(deployment_section(engines, repo_id))
+            files = _sizes(root, [*checkpoint.shards, *checkpoint.sidecars(), *filter(_NAMED.__contains__, present)])
+    files |= {CARD_FILE: len(card.content)}
     uploaded = {name.partition("/")[0] for name in files}
-    left = tuple(sorted(name for name in list_folder(checkpoint.path) if name not in uploaded))
+    left = tuple(sorted(name for name in present if name not in uploaded))
     report = PushReport(repo_id, files, left, () if quantized else ("The checkpoint is not quantized.",))
     if options.dry_run:
         return report
@@ -112,19 +120,29 @@ def push_checkpoint(folder: str | os.PathLike[str], repo_id: str, options: PushO
     card.write()
     with hub_errors(Origin(repo_id, options.revision), looked_up=False):
         try:
-            url = _upload(checkpoint.path, report, options)
+            url = _upload(root, report, options)
         except (ValueError, RuntimeError) as error:  # the hub refuses the metadata, or all retries failed
             raise HubError(repo_id, f"{first_line(error)}: {first_line(error.__cause__ or error)}") from error
     return replace(report, url=url)
 
 
-def _files(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the sizes in bytes of the files of the checkpoint, by name."""
-    present = set(list_folder(checkpoint.path))
-    names = {*checkpoint.shards, *checkpoint.sidecars(), *(name for name in _NAMED if name in present)}
+def _gguf_files(root: Path, present: Collection[str]) -> list[str]:
+    """Return the files of a folder of GGUF files to upload, of which the headers are checked."""
+    require_package()
+    from minifloat.model.layouts.gguf.reading import is_later_part, read_header
+
+    files = sorted(filter(is_gguf, present))
+    for name in files:
+        if not is_later_part(name):
+            read_header(resolve_inside(root, name))
+    return [*files, *(name for name in present if name == OLLAMA_FILE or is_sidecar(name))]
+
+
+def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
+    """Return the sizes in bytes of files, by name."""
     files = {}
-    for name in sorted(names):
-        path = resolve_inside(checkpoint.path, name)
+    for name in sorted({*names}):
+        path = resolve_inside(root, name)
         if not path.is_file():
             raise UnsafeFileError(path, "not a regular file")
         with storage_errors(path, "read its size"):
@@ -182,10 +200,10 @@ class _Card:
             write_card(self.folder, self.content)
 
 
-def _completed_card(checkpoint: Checkpoint, options: Mapping[str, str], *, quantized: bool) -> _Card:
-    """Return the card of a checkpoint, completed with metadata that it lacks."""
-    card = _Card.read(checkpoint.path)
-    path, metadata = checkpoint.path / CARD_FILE, card.metadata
+def _completed_card(root: Path, options: Mapping[str, str], *, quantized: bool) -> _Card:
+    """Return the card of a folder, completed with metadata that it lacks."""
+    card = _Card.read(root)
+    path, metadata = root / CARD_FILE, card.metadata
     for key, value in options.items():
         if metadata.get(key) not in (None, [], "", value, [value]):
             raise UsageError(

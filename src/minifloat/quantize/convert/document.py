@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.hub import name_of
+from minifloat.checkpoint.hub import name_of, origin_of
 from minifloat.deploy.check import ENGINES
 from minifloat.deploy.check.document import DEPLOYMENT, MODEL, deployment_section, verdict_section
 from minifloat.deploy.check.judge import Reports, engine_tags, library_name
-from minifloat.model.layouts import TARGETS
+from minifloat.model.layouts import TARGETS, gguf
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.convert.plan import ConvertedTensor, ConvertReport
 from minifloat.report import markdown
@@ -71,18 +71,23 @@ def outcome_lines(resumed_shards: int, notes: tuple[str, ...], destination: str)
 
 def model_card(checkpoint: Checkpoint, report: ConvertReport, engines: Reports) -> str:
     """Return the card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true."""
-    name = name_of(checkpoint)
+    name, origin = name_of(checkpoint), origin_of(checkpoint.path)
+    base = None if origin is None or report.source_layout != gguf.PLAIN else origin.repo_id
     try:
         source_card = read_card(checkpoint.path).decode(errors="replace")
     except FileNotFoundError:
         source_card = f"# {name}\n"
-    kept = _with_true_layout(_with_true_metadata(source_card, report.layout, engines), report.layout)
+    kept = _with_true_layout(_with_true_metadata(source_card, report.layout, engines, base), report.layout)
     section_text = markdown.write(Document("", [_card_section(name, report)]))
     return "\n".join([kept.rstrip(), "", section_text, deployment_section(engines, MODEL)])
 
 
 def _card_section(name: str, report: ConvertReport) -> Section:
-    if report.layout is None:
+    if report.layout == gguf.NAME:
+        rounded = any("SQNR" in tensor.detail for tensor in report.tensors)
+        held = "weights that it has no codes for are rounded" if rounded else "no value was rounded"
+        conversion = f"as a GGUF file for llama.cpp, from layout {report.source_layout}; {held}"
+    elif report.layout is None:
         conversion = f"dequantized from layout {report.source_layout} to {report.dtype}"
     else:
         precision = "up to the rounding of some scales" if report.rounding.scales else "with the same codes and scales"
@@ -103,7 +108,7 @@ def _with_true_layout(card: str, layout: str | None) -> str:
     return _LAYOUT_LINE.sub(lambda match: f"{match[1]}, {present}.", without_section(card, DEPLOYMENT))
 
 
-def _with_true_metadata(card: str, layout: str | None, engines: Reports) -> str:
+def _with_true_metadata(card: str, layout: str | None, engines: Reports, base: str | None) -> str:
     """Return the card with true tags (layout, engines, quantization) and the library that loads the output."""
     try:
         before = read_metadata(card)
@@ -116,6 +121,9 @@ def _with_true_metadata(card: str, layout: str | None, engines: Reports) -> str:
         untrue = {*TARGETS, *ENGINES} - {_MAKER} - _FORMATS | (_FORMATS if layout is None else set())
         after["tags"] = [tag for tag in after["tags"] if tag not in untrue]
         after["tags"] += [] if layout is None else [layout, *engine_tags(engines)]
-    if "library_name" in after:
+    if layout == gguf.NAME:  # by these, the hub files it under quantizations of its base, and names programs
+        after |= {} if base is None else {"base_model": base, "base_model_relation": "quantized"}
+        after |= {"quantized_by": _MAKER, "tags": after.get("tags") or [layout, _MAKER]}
+    if "library_name" in after or layout == gguf.NAME:
         after["library_name"] = library_name(engines)
     return card if after == before else replace_metadata(card, after)

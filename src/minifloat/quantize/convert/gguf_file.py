@@ -6,6 +6,7 @@ import io
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,28 +16,35 @@ from gguf.gguf_writer import WriterState
 
 from minifloat._version import __version__
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.files import digest_bytes, storage_errors
+from minifloat.checkpoint.files import digest_bytes, read_small, storage_errors, written_whole
 from minifloat.checkpoint.hub import name_of
-from minifloat.checkpoint.layout import is_gguf
+from minifloat.checkpoint.layout import OLLAMA_FILE, is_gguf
 from minifloat.checkpoint.progress import Progress
-from minifloat.checkpoint.rewrite import fingerprint
+from minifloat.checkpoint.rewrite import CARD_FILE, fingerprint
 from minifloat.checkpoint.writer import WORK_SUFFIX
-from minifloat.errors import DestinationError, NonFiniteError
+from minifloat.deploy.check.document import DEPLOYMENT, MODEL
+from minifloat.deploy.check.judge import check_everywhere
+from minifloat.deploy.check.subject import Subject
+from minifloat.errors import CheckpointError, DestinationError, NonFiniteError
 from minifloat.model.layouts import Description, StoredWeight, describe
 from minifloat.model.layouts.contradictions import refuse_unknown_quantization
-from minifloat.model.layouts.gguf import NAME
+from minifloat.model.layouts.gguf import NAME, PLAIN
 from minifloat.model.layouts.gguf.architectures import write_hyperparameters
 from minifloat.model.layouts.gguf.blocks import NVFP4
 from minifloat.model.layouts.gguf.vocabulary import write_vocabulary
+from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.gguf_parts import Part, PartsWriter, padding
 from minifloat.quantize.convert.gguf_plan import FileTensor, GgufPlan, bytes_of, make_gguf_plan
+from minifloat.quantize.convert.modelfile import MARK, modelfile
 from minifloat.quantize.convert.plan import ConvertedTensor, ConvertReport
 from minifloat.quantize.nonfinite import tensors_allowed
 from minifloat.quantize.options import ConvertOptions, GgufOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import HashedReads, copy_digest
+from minifloat.report.markdown import markers
 
 #: Type of most weights -> the name of `gguf.LlamaFileType` that llama.cpp prints.
+_SMALL = 1 << 24  #: bytes of a card or a Modelfile that are credible
 _FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "F32": "ALL_F32"}
 
 
@@ -89,21 +97,40 @@ def write_gguf(
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total, tensor.name)
+        rows = _rows(checkpoint, plan, writer)
+        layout = str(plan.description.layout or PLAIN)
+        report = ConvertReport(
+            source=source,
+            destination=str(parts[0].path),
+            source_layout=layout,
+            layout=NAME,
+            dtype=None,
+            provenance=provenance(checkpoint, "convert", f"--layout {NAME}", rows, source_layout=layout),
+            tensors=rows,
+            notes=(*plan.notes, *_notes(parts, writer)),
+            resumed_shards=writer.resumed,
+        )
+        if not is_gguf(destination.name):
+            report = replace(report, notes=(*report.notes, *_write_beside(checkpoint, report, parts)))
         writer.commit()
-    rows = _rows(checkpoint, plan, writer)
-    layout = str(plan.description.layout or "plain")
-    return ConvertReport(
-        source=source,
-        destination=str(parts[0].path),
-        source_layout=layout,
-        layout=NAME,
-        dtype=None,
-        provenance=provenance(checkpoint, "convert", f"--layout {NAME}", rows, source_layout=layout),
-        tensors=rows,
-        notes=(*plan.notes, *_notes(parts, writer)),
-        seconds=time.perf_counter() - started,
-        resumed_shards=writer.resumed,
-    )
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+def _write_beside(checkpoint: Checkpoint, report: ConvertReport, parts: Sequence[Part]) -> Iterator[str]:
+    """Write a Modelfile and a model card, unless there are others; yield notes."""
+    text, note = modelfile(checkpoint, [part.path for part in parts])
+    if note is not None:
+        yield note
+    subject = replace(Subject.of_checkpoint(checkpoint), layout=NAME)
+    engines = {engine: reports for engine, reports in check_everywhere(subject, MODEL).items() if engine == "llama.cpp"}
+    card = model_card(checkpoint, report, engines)
+    for name, content, mark in ((OLLAMA_FILE, text, MARK), (CARD_FILE, card, markers(DEPLOYMENT)[0])):
+        path = parts[0].path.with_name(name)
+        if path.exists() and mark.encode() not in read_small(path.parent, name, _SMALL, CheckpointError):
+            yield f"{path} is not of minifloat and stays as it is."
+            continue
+        with written_whole(path) as file:
+            file.write(content.encode())
 
 
 def _notes(parts: Sequence[Part], writer: PartsWriter) -> Iterator[str]:

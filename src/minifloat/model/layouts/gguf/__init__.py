@@ -16,6 +16,7 @@ import importlib.util
 from minifloat.errors import UsageError
 
 NAME = "gguf"  #: of the layout, which is a file and not a folder
+PLAIN = "plain"  #: layout of a source that is not quantized, in reports
 
 
 def require_package() -> None:

@@ -26,6 +26,7 @@ _DTYPE, _ITEM_BYTES = "F32", 4
 #: Name of a part, by its name without numbers; the most parts that are credible.
 _PART = re.compile(r"(.+)-00001-of-\d{5}\.gguf")
 _MOST_PARTS = 99_999
+_LATER_PART = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 EMBEDDING = "token_embd.weight"
 
 
@@ -52,6 +53,11 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if len(tensors) != wanted:
         raise CheckpointError(path, f"{wanted} tensors, and its {count} parts hold {len(tensors)}; download them again")
     return fields, tensors
+
+
+def is_later_part(name: str) -> bool:
+    """Return whether a file name is that of a part that is read with the first one."""
+    return _LATER_PART.fullmatch(name) is not None
 
 
 def number_in(fields: dict[str, Any], name: str, default: int) -> int:
