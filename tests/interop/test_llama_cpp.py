@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tools import run_script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from vllm_cases import STORIES, STORYBOOK
 
 from minifloat.engine import Engine, EngineOptions
@@ -118,6 +119,26 @@ def test_tokens_are_those_of_the_checkpoint(files: Path, tmp_path: Path) -> None
         texts.append((tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True), True))
     found = _ask(tmp_path, do="tokens", file=str(files / "bf16.gguf"), texts=texts)
     assert found == [tokenizer.encode(text) for text, _ in texts]
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_tokens_of_a_unigram_tokenizer_are_those_of_the_checkpoint(
+    make_model: Any, tmp_path: Path, merges: bool
+) -> None:
+    source = make_model(tmp_path / "m", "llama", vocab_size=400, **SIZES)
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.Replace(Regex(" {2,}"), " ") if merges else None
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>")
+    made.train_from_iterator([*TEXTS[:2], TEXTS[3], STORIES.read_text(encoding="utf-8")[:20_000]], trainer)
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(source)
+    convert_checkpoint(source, tmp_path / "m.gguf", "gguf")
+    tokenizer = load_tokenizer(source)
+    texts = [text.strip() for text in TEXTS]
+    found = _ask(tmp_path, do="tokens", file=str(tmp_path / "m.gguf"), texts=[(text, False) for text in texts])
+    assert found == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.unk_token_id in found[2]  # emoji
 
 
 def test_codes_lose_in_llama_cpp_what_they_lose_in_our_engine(files: Path, tmp_path: Path) -> None:

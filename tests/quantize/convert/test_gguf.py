@@ -282,3 +282,52 @@ def test_sentencepiece_tokens_have_scores_in_the_order_of_merges(make_llama: Mak
     assert fields["tokenizer.ggml.scores"][7:9] == [0.0, -1.0]
     assert fields["tokenizer.ggml.token_type"][:5] == [2, 3, 3, 6, 1]
     assert fields["tokenizer.ggml.add_space_prefix"] is True
+
+
+def _unigram(source: Path, normalizer: Any = None, *, byte_fallback: bool = False) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        ("\u2581a", -1.5),
+        ("b", -2.5),
+        *_BYTES[: 256 * byte_fallback],
+    ]
+    made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=byte_fallback))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    if normalizer is not None:
+        made.normalizer = normalizer
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(source)
+
+
+_BYTES = [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
+
+
+def test_a_unigram_tokenizer_keeps_its_scores_and_its_rules(make_llama: MakeModel, tmp_path: Path) -> None:
+    from tokenizers import Regex, normalizers
+
+    source = make_llama(tmp_path / "plain")
+    for at, normalizer in enumerate((None, normalizers.Replace(Regex(" {2,}"), "\u2581"))):
+        _unigram(source, normalizer)
+        convert_checkpoint(source, tmp_path / f"{at}.gguf", "gguf")
+        fields = _file(tmp_path / f"{at}.gguf")[1]
+        assert fields["tokenizer.ggml.model"] == "t5"
+        assert fields["tokenizer.ggml.tokens"][:5] == ["<unk>", "<s>", "</s>", "\u2581a", "b"]
+        assert fields["tokenizer.ggml.scores"][3:6] == [-1.5, -2.5, -1e6]
+        assert fields["tokenizer.ggml.token_type"][:6] == [2, 3, 3, 1, 1, 5]
+        assert fields["tokenizer.ggml.add_space_prefix"] is True
+        assert fields["tokenizer.ggml.remove_extra_whitespaces"] is bool(at)
+
+
+def test_what_llama_cpp_s_unigram_does_not_do_is_refused(make_llama: MakeModel, tmp_path: Path) -> None:
+    from tokenizers import normalizers
+
+    source = make_llama(tmp_path / "plain", vocab_size=300)
+    for options, missing in (({"normalizer": normalizers.NFKC()}, "NFKC"), ({"byte_fallback": True}, "byte_fallback")):
+        _unigram(source, **options)
+        with pytest.raises(UsageError, match=f"have no {missing}"):
+            convert_checkpoint(source, tmp_path / "m.gguf", "gguf")

@@ -1,11 +1,12 @@
 """The tokenizer of a model folder, as llama.cpp stores it.
 
-Tokenizers of GPT-2's kind keep their merges, and a name says how they split words. Those of SentencePiece's kind have
-scores instead, which here are the ranks of the merges: both merge the best pair first.
+Tokenizers of GPT-2's kind keep their merges, and a name says how they split words. Those of SentencePiece's BPE have
+scores instead, which here are the ranks of the merges: both merge the best pair first. Unigram has its own.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from minifloat.model.runtime.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_UNIGRAM = "Unigram"
 _KINDS = ("bos", "eos", "unk", "sep", "pad", "mask")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 #: Texts of tokens that control a model although some tokenizers do not say so.
@@ -53,20 +55,23 @@ def write_vocabulary(
         raise UsageError(f"{folder}: its tokenizer has no tokenizer.json, and cannot be made into one")
     stored: dict[str, Any] = json.loads(backend.to_str())
     kind = stored["model"].get("type")
-    if kind != "BPE":
-        raise UsageError(f"{folder}: a tokenizer of the kind {kind}; GGUF files are written with BPE only")
-    pieces = bool(stored["model"].get("byte_fallback"))
-    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    if kind not in ("BPE", _UNIGRAM):
+        raise UsageError(f"{folder}: a tokenizer of the kind {kind}; GGUF files are written with BPE and Unigram only")
+    pieces = kind == _UNIGRAM or bool(stored["model"].get("byte_fallback"))
+    writer.add_tokenizer_model("t5" if kind == _UNIGRAM else "llama" if pieces else "gpt2")
     if pre_tokenizer is not None:
         lookup("pre-tokenizer", pre_tokenizer, dict.fromkeys(NAMES.values()))
     writer.add_tokenizer_pre("default" if pieces else pre_tokenizer or _pre_tokenizer(folder, tokenizer, stored))
+    scores = dict(stored["model"]["vocab"]) if kind == _UNIGRAM else {}
     tokens, types = _tokens(folder, stored, config["vocab_size"], pieces)
     writer.add_token_list(tokens)
-    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in stored["model"]["merges"]]
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in stored["model"].get("merges", ())]
     if pieces:
         rank = {left + right: -float(at) for at, (left, right) in reversed(list(enumerate(merges)))}
-        writer.add_token_scores([rank.get(token, _UNREACHABLE) for token in tokens])
+        writer.add_token_scores([(scores or rank).get(token, _UNREACHABLE) for token in tokens])
         writer.add_add_space_prefix(_prepends_space(stored))
+        if kind == _UNIGRAM:
+            _write_unigram_rules(writer, folder, stored)
     else:
         writer.add_token_merges([" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges])
     writer.add_token_types(types)
@@ -76,6 +81,34 @@ def write_vocabulary(
         writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
     elif template:
         writer.add_chat_template(template)
+
+
+def _write_unigram_rules(writer: gguf.GGUFWriter, folder: Path, stored: Config) -> None:
+    """Write how a tokenizer of the kind Unigram changes a text; spaces at its ends are SentencePiece's in llama.cpp."""
+    charsmap, merges, unknown = None, False, []
+    if stored["model"].get("byte_fallback"):
+        unknown.append("byte_fallback")
+    for step in _steps(stored, "normalizer"):
+        match step:
+            case {"type": "Precompiled", "precompiled_charsmap": str(text)}:
+                charsmap = base64.b64decode(text)
+            case {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " " | "\u2581"}:
+                merges = True
+            case {"type": "Strip" | "Precompiled"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"} | {"type": "Prepend"}:
+                pass
+            case _:
+                unknown.append(str(step["type"]))
+    steps = [step["type"] for step in _steps(stored, "pre_tokenizer")]
+    if charsmap is not None and steps[:1] == ["WhitespaceSplit"]:  # of older T5, whose map turns all into spaces
+        merges, steps = True, steps[1:]
+    unknown += [step for step in steps if step != "Metaspace"]
+    if unknown:
+        raise UsageError(f"{folder}: llama.cpp's tokenizers of the kind Unigram have no {' and no '.join(unknown)}")
+    writer.add_remove_extra_whitespaces(merges)
+    if charsmap:
+        writer.add_precompiled_charsmap(charsmap)
 
 
 def _pre_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, stored: Config) -> str:
@@ -105,7 +138,11 @@ def _tokens(folder: Path, stored: Config, size: int, pieces: bool) -> tuple[list
     """Return the text and the type of each token; ids without a token are unused."""
     texts, types = [f"[PAD{token}]" for token in range(size)], [int(gguf.TokenType.UNUSED)] * size
     added = {entry["content"]: entry for entry in stored["added_tokens"]}
-    ids = {**stored["model"]["vocab"], **{text: entry["id"] for text, entry in added.items()}}
+    vocabulary, unk = stored["model"]["vocab"], stored["model"].get("unk_token")
+    if stored["model"]["type"] == _UNIGRAM:
+        unk = vocabulary[stored["model"]["unk_id"]][0]
+        vocabulary = {text: at for at, (text, _) in enumerate(vocabulary)}
+    ids = {**vocabulary, **{text: entry["id"] for text, entry in added.items()}}
     if max(ids.values()) >= size:
         raise CheckpointError(folder, f"its tokenizer has {max(ids.values()) + 1} tokens, and the model only {size}")
     for text, token in ids.items():
@@ -113,7 +150,7 @@ def _tokens(folder: Path, stored: Config, size: int, pieces: bool) -> tuple[list
         if text in added:
             is_control = added[text]["special"] or _CONTROL.fullmatch(text) is not None
             kind = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
-        if pieces and text == stored["model"].get("unk_token"):
+        if pieces and text == unk:
             kind = gguf.TokenType.UNKNOWN
         elif pieces and _BYTE.fullmatch(text):
             kind = gguf.TokenType.BYTE
