@@ -24,7 +24,6 @@ from minifloat.quantize.options import Budget, QuantizeOptions
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounding.budget import SearchCost, _Search
 from minifloat.quantize.rounding.budget_formats import Group, Groups
-from minifloat.quantize.rounding.methods import METHODS, RoundingOptions, TuneOptions
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
@@ -158,16 +157,6 @@ def test_experts_get_formats_that_engines_load(family: str, make_model: MakeMode
     assert "fp8" not in experts  # vLLM loads FP8 experts only with quantized inputs
     for target in ("vllm:h100", "transformers:cpu", "minifloat:cpu"):
         assert check_checkpoint(tmp_path / "out", target).failures == ()
-
-
-@pytest.mark.parametrize("budget", [Budget(bits=6.0), Budget(max_kl=50.0)], ids=str)
-def test_a_method_that_trains_does_so_in_the_mixture(llama: Path, text: Path, tmp_path: Path, budget: Budget) -> None:
-    rounding = RoundingOptions(method=METHODS["tune"], tuning=TuneOptions(steps=2))
-    options = DataOptions([text], TEXT, rounding)
-    report = quantize_checkpoint(llama, tmp_path / "out", options=QuantizeOptions(budget=budget), data=options)
-    assert report.rounding is not None
-    assert report.rounding["tuned"]
-    assert len(report.rounding["budget"]["measured"]) == 2
 
 
 @pytest.mark.parametrize(("bound", "best"), [(0.01, 1), (0.022, 1), (0.04, 3)], ids=["missed", "kept once", "cheapest"])

@@ -171,7 +171,6 @@ class RoundedOutput:
     def to_dict(self) -> dict[str, Any]:
         """Return method, text and errors as JSON values."""
         weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
-        tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
         budget = {} if self.within is None else {"budget": self.within.to_dict()}
         budget |= {} if self.inputs is None else {"inputs": self.inputs.to_dict()}
         held_out = {
@@ -183,4 +182,4 @@ class RoundedOutput:
             rest["choosing"] = dict(self.model.choosing)
         if self.model.seen:
             rest["seen"] = dict(self.model.seen)
-        return {**self.recipe, **budget, **tuned, **rest}
+        return {**self.recipe, **budget, **rest}

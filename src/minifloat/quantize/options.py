@@ -86,7 +86,7 @@ class QuantizeOptions:
         layout: compressed-tensors, fp8 (DeepSeek), gpt-oss, mlx or gguf; None: gpt-oss for its experts in mxfp4, else
             the first.
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last override that matches a module decides.
-        method: How codes are chosen: nearest, gptq, match or tune; None: match with data, else nearest.
+        method: How codes are chosen: nearest, gptq or match; None: match with data, else nearest.
         budget: Bits, bytes or KL divergence within which the formats of fused groups of weights are chosen; needs
             data. `overrides` keep the format of the modules that they match.
         kv_cache: Whether to write scales of an FP8 KV cache; needs activation statistics or data.

@@ -59,7 +59,7 @@ class TensorReport:
 
     @classmethod
     def copied(cls, plan: TensorPlan, source_bytes: int, copied: Copied, *, changed: bool = False) -> TensorReport:
-        """Return the report of a tensor that was copied; `changed`: by folded scales or by tuning."""
+        """Return the report of a tensor that was copied; `changed`: by folded scales."""
         info = plan.source
         output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
         detail = f"{plan.reason}, {CHANGED}" if changed else plan.reason
@@ -293,7 +293,7 @@ def _gain_text(rounding: Mapping[str, Any]) -> str:
 def _seen_text(rounding: Mapping[str, Any]) -> str:
     """Return the divergence on text that codes were chosen with, and how much larger it is on other text."""
     seen, unseen = rounding.get("seen"), rounding["held_out"].get("method")
-    if not seen or not unseen or not seen["method"] or "tuned" in rounding:
+    if not seen or not unseen or not seen["method"]:
         return ""
     ratio = unseen / seen["method"]
     advice = "; more text would help (--minutes, --calibration-samples)" if ratio > _OVERFIT else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -183,8 +183,6 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
             f"Codes were chosen with the Hessians in {data.hessians}. The KL from the original model was not measured, "
             "because that needs text: run `minifloat compare`."
         )
-    if model.tuning is not None:
-        notes.append(_tuning_note(model.tuning))
     missed = [module for module in plan.modules if module not in model.weights]
     if missed:
         notes.append(
@@ -203,14 +201,3 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
             f"{found['nearest']:.4f}); give more text, or text of the kind that the model will see."
         )
     return tuple(notes)
-
-
-def _tuning_note(tuned: Mapping[str, Any]) -> str:
-    if tuned["best_step"] == 0:
-        return f"Tuning kept the state before its first step: no later one of {tuned['steps']} steps was better."
-    stopped = f" Tuning ended early: {tuned['stopped']}." if tuned["stopped"] else ""
-    return (
-        f"Tuning: KL {tuned['before']:.4f} -> {tuned['after']:.4f} nats on the text that chose the state after step "
-        f"{tuned['best_step']} of {tuned['steps']}, which differs from match in {tuned['changed']:.1%} of the "
-        f"codes.{stopped}"
-    )

@@ -28,7 +28,7 @@ from minifloat.quantize.estimate import Search
 from minifloat.quantize.options import Budget
 from minifloat.quantize.rounding.budget_formats import Formats, Group, Groups, mixture
 from minifloat.quantize.rounding.damage import GroupsToMeasure, damage_tokens
-from minifloat.quantize.rounding.methods import DEFAULT_METHOD, METHODS, RoundingOptions
+from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.run import round_checkpoint
@@ -201,16 +201,15 @@ def round_within_budget(
         list(dict.fromkeys(o.scheme for group in groups.groups for o in group.options if o.scheme is not None)),
         damage_tokens(len(groups.groups), groups.layers),
     )
-    untrained = replace(options, method=METHODS[DEFAULT_METHOD]) if options.method.trains else options
     with ExitStack() as stack:
         moments = stack.enter_context(OutputMoments(work_dir))
 
         def rounded(plan: QuantizationPlan, run: int) -> RoundedModel:
             folder = work_dir.with_name(f"{work_dir.name}-{run}")
             report = None if progress is None else partial(_report, progress, run)
-            of_run, measured = (untrained, request) if run == 0 else (options, None)
+            measured = request if run == 0 else None
             return stack.enter_context(
-                round_checkpoint(checkpoint, plan, texts, of_run, folder, report, measured, moments)
+                round_checkpoint(checkpoint, plan, texts, options, folder, report, measured, moments)
             )
 
         attempts = [_Attempt(planner(formats.scheme, user), rounded(planner(formats.scheme, user), 0))]
@@ -220,10 +219,7 @@ def round_within_budget(
             plan = planner(*_recipe(groups, search.schemes(choice), user, formats.scheme))
             attempts.append(_Attempt(plan, rounded(plan, len(attempts))))
             search.add(choice, attempts[-1].model.choosing["method"])
-        if len(attempts) == 1 and untrained is not options:
-            attempts.append(_Attempt(attempts[0].plan, rounded(attempts[0].plan, 1)))
-            search.add(search.cheapest, attempts[1].model.choosing["method"])
-        best = search.best(0 if untrained is options else 1)
+        best = search.best()
         yield WithinBudget(
             attempts[best].plan,
             attempts[best].model,
@@ -361,9 +357,9 @@ class _Search:
         if kl > 0:
             self._aim = min(self._aim, _MARGIN * predicted / kl)
 
-    def best(self, first: int) -> int:
-        """Return the number of the attempt from `first` on that keeps the bound with fewest bits, or is nearest."""
-        numbers, bound = range(first, len(self.measured)), self.budget.max_kl
+    def best(self) -> int:
+        """Return the number of the attempt that keeps the bound with fewest bits, or is nearest."""
+        numbers, bound = range(len(self.measured)), self.budget.max_kl
         if bound is None:
             return numbers[-1]
         kept = [number for number in numbers if self.measured[number].kl <= bound]

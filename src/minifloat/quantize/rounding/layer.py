@@ -195,5 +195,4 @@ class PlannedWeights:
         quantized = {source for source, _ in self.parts.values()}
         tensors = dict(rounding.tensors)
         tensors |= {name: tensor_bytes(fold.views[name]) for name in sorted(fold.changed) if name not in quantized}
-        tensors |= {name: tensor_bytes(tensor) for name, tensor in fold.exponents.items()}
         return layer_content(tensors, {"weights": rounding.rows, "folds": fold.records, **record})

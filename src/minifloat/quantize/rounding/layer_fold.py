@@ -6,7 +6,6 @@ model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +25,6 @@ from minifloat.quantize.rounding.folding import (
     exponent_limits,
     powers_of_two,
 )
-from minifloat.quantize.rounding.rounded_model import RoundedModel
 from minifloat.quantize.rounding.stage_inputs import StageInputs, StoredStageInputs
 from minifloat.quantize.rounding.stages import Stage
 from minifloat.quantize.rounding.texts import SplitText
@@ -38,19 +36,14 @@ def layer_tensors(
     """Return the views of a layer's tensors by name in the checkpoint."""
     views: dict[str, Tensor] = {}
     for assignment in assignments:
-        views |= assignment_views(assignment, parameter_of(model, assignment).data, infos)
+        owner_path, _, leaf = assignment.target.rpartition(".")
+        parameter = getattr(model.get_submodule(owner_path), leaf).data
+        views |= _views(assignment, parameter, infos)
     return views
 
 
-def parameter_of(model: nn.Module, assignment: Assignment) -> Tensor:
-    """Return the parameter or buffer that an assignment fills."""
-    owner_path, _, leaf = assignment.target.rpartition(".")
-    parameter: Tensor = getattr(model.get_submodule(owner_path), leaf)
-    return parameter
-
-
-def assignment_views(assignment: Assignment, parameter: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Return the views of a parameter, or of a tensor of its shape, by name in the checkpoint."""
+def _views(assignment: Assignment, parameter: Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return the views of the parameter that an assignment fills, by name in the checkpoint."""
     if assignment.converter is None:
         return {assignment.sources[0]: parameter}
     views: dict[str, Tensor] = {}
@@ -69,31 +62,6 @@ def part_view(tensor: Tensor, part: Part) -> Tensor:
     if tensor.ndim > 2:
         tensor = tensor[part.matrix].T if part.transposed else tensor[part.matrix]
     return tensor[part.first_row : part.first_row + part.shape[0]]
-
-
-_LAYER = re.compile(r"(.*?\.\d+)\.")
-
-
-def exponents_name(site: FoldSite) -> str:
-    first = site.producers[0]
-    return f"fold exponents of {first.tensor}{'' if first.expert is None else f' {first.expert}'}"
-
-
-def folded_weights(
-    config: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    rounded: RoundedModel,
-    originals: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    folded: dict[str, Tensor] = {}
-    prefixes = dict.fromkeys(match[1] for name in infos if (match := _LAYER.match(name)))
-    for prefix in prefixes:
-        for site in fold_sites(prefix, infos, config):
-            if (name := exponents_name(site)) in rounded:
-                exponents = torch.from_numpy(rounded.read(name)).view(torch.int8).to(torch.int32)
-                tensors = {tensor: folded.get(tensor, originals[tensor]).cpu() for tensor in site.tensors}
-                folded |= apply_exponents(site, tensors, exponents)
-    return folded
 
 
 #: Rows of a sample of calibration text and of held-out text.
@@ -154,7 +122,6 @@ class LayerFold:
     views: Mapping[str, Tensor]
     records: list[dict[str, Any]] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
-    exponents: dict[str, Tensor] = field(default_factory=dict)
     rescaled: set[str] = field(default_factory=set)  # modules whose outputs have other scales than before
 
     def __post_init__(self) -> None:
@@ -259,7 +226,6 @@ class LayerFold:
         for place in places:
             place_of_input = place if self.stages[place[0]].outer else (place[0], 0)
             self.by_expert[place_of_input] = choice.exponents
-        self.exponents[exponents_name(site)] = choice.exponents.to(torch.int8)
 
     def _judged(self, modules: Sequence[str]) -> list[str]:
         """Return the modules whose weights judge a fold: all, or those of some experts."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -143,7 +143,6 @@ class Method(ABC):
         summary: One line for `--help` and reports.
         needs_data: Whether it chooses codes with the inputs of the weights.
         follows_quantized: Whether the inputs are those that the layers quantized before give, beside the original ones.
-        trains: Whether codes and norms are trained on the logits of the original model after the last layer.
         weighs_outputs: Whether the errors of outputs cancel where the loss of the original model depends on them.
     """
 
@@ -151,7 +150,6 @@ class Method(ABC):
     summary: ClassVar[str]
     needs_data: ClassVar[bool] = True
     follows_quantized: ClassVar[bool] = False
-    trains: ClassVar[bool] = False
     weighs_outputs: ClassVar[bool] = False
 
     @abstractmethod
@@ -263,15 +261,7 @@ def _factor(step: Tensor, error: Tensor | None, held_out: Rows | None, tokens: i
     return min(max(float((error * change).sum()) / energy, 0.0), 1.0) if energy > 0 else 0.0
 
 
-class Tune(Match):
-    """Output matching, and then training of all codes and of the norms (`minifloat.quantize.rounding.tuning`)."""
-
-    name = "tune"
-    summary = "match, then codes and norms trained together against the logits of the original model"
-    trains = True
-
-
-METHODS: dict[str, Method] = {method.name: method for method in (Nearest(), Gptq(), Match(), Tune())}
+METHODS: dict[str, Method] = {method.name: method for method in (Nearest(), Gptq(), Match())}
 
 
 def get_method(name: str) -> Method:
@@ -281,21 +271,6 @@ def get_method(name: str) -> Method:
         UnknownNameError: If there is no such method; the message lists the valid names.
     """
     return lookup("method", name, METHODS)
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """How codes and norms are tuned."""
-
-    steps: int = 100
-    batch: int = 8
-    rate: float = 0.003
-    norm_rate: float = 0.001
-    every: int = 25
-    seed: int = 0
-
-
-DEFAULT_TUNING = TuneOptions()
 
 
 DEFAULT_METHOD = "match"
@@ -311,7 +286,6 @@ class RoundingOptions:
         kv_cache: Whether to record the ranges of keys and values, for the scales of an FP8 KV cache.
         max_memory: Bytes of weights that may be in memory at a time; None: no limit beyond one layer.
         device: Where layers run and statistics are computed.
-        tuning: Steps and rates of a method that trains.
     """
 
     method: Method = METHODS[DEFAULT_METHOD]
@@ -319,12 +293,10 @@ class RoundingOptions:
     kv_cache: bool = False
     max_memory: int | None = None
     device: str | torch.device = "cpu"
-    tuning: TuneOptions = DEFAULT_TUNING
 
     def to_dict(self) -> dict[str, Any]:
         """Return what determines the result, as JSON values."""
-        tuning = {"tuning": asdict(self.tuning)} if self.method.trains else {}
-        return {"method": self.method.name, "fold": self.fold, "kv_cache": self.kv_cache, **tuning}
+        return {"method": self.method.name, "fold": self.fold, "kv_cache": self.kv_cache}
 
 
 DEFAULT_ROUNDING = RoundingOptions()

@@ -36,7 +36,6 @@ from minifloat.quantize.rounding.saved import SavedHessians, SavedLayer
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer
 from minifloat.quantize.rounding.statistics import Rows, Statistics, filled_up, mean_hessian
 from minifloat.quantize.rounding.texts import SplitText
-from minifloat.quantize.rounding.tuning import require_memory, tune, tune_cost
 from minifloat.quantize.rounding.walk import RoundingWalk
 
 
@@ -59,9 +58,6 @@ def round_checkpoint(
         model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
         loader = model.loader()
         check_data(loader.model, texts.kept, texts.choosing, texts.reported)
-        if options.method.trains:
-            longest = max(map(len, texts.sequences))
-            require_memory(tune_cost(checkpoint, plan, loader.model.dtype, longest), options.device, options.max_memory)
         stack = LayerStack(model, loader, options.max_memory)
         facts = _facts(options, plan) | ({} if groups is None else {"groups": groups.to_dict()})
         parts = [texts.first_chosen_on, texts.first_reported]
@@ -72,10 +68,6 @@ def round_checkpoint(
                 moments.take(stack, texts.kept.sequences, run_fingerprint(loader, texts.kept, "moments"), progress)
             walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, moments, progress, groups)
             walk.run(folder)
-            if options.method.trains and len(folder.finished) == len(stack) + 1:
-                rounded = RoundedModel(folder.finished)
-                tuned = tune(model, plan, rounded, texts, options.tuning, progress)
-                folder.finish(len(folder.finished), tuned)
             yield RoundedModel(folder.finished)
             folder.remove()
 
@@ -89,7 +81,7 @@ def _facts(options: RoundingOptions, plan: QuantizationPlan) -> dict[str, Any]:
 def require_independent(options: RoundingOptions) -> None:
     """Raise an error if a method takes more than the inputs of the original model."""
     name = options.method.name
-    if options.method.follows_quantized or options.method.trains:
+    if options.method.follows_quantized:
         raise UsageError(
             f"the method {name} cannot use stored Hessians: it looks at the inputs that the quantized layers give, "
             "which differ from scheme to scheme; use --method gptq with --stats, or give the text with --data"

@@ -15,8 +15,8 @@ from minifloat.quantize.estimate import held_out_of
 class SplitText:
     """Whole sequences of calibration text, each in one part."""
 
-    kept: CalibrationSet  # statistics come from it, and training
-    choosing: CalibrationSet  # folds, factors, formats and steps are chosen on it
+    kept: CalibrationSet  # statistics come from it
+    choosing: CalibrationSet  # folds, factors and formats are chosen on it
     reported: CalibrationSet  # nothing looks at it but the figures of the report
 
     @classmethod
