@@ -53,7 +53,7 @@ print(int(torch.ones(2).sum()))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_memory_is_touched_for_the_weights_of_a_folder_on_a_machine_of_one_node(
+def test_memory_is_touched_for_the_weights_of_a_checkpoint_on_a_machine_of_one_node(
     nodes: int, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "NODES", tmp_path)
@@ -61,6 +61,5 @@ def test_memory_is_touched_for_the_weights_of_a_folder_on_a_machine_of_one_node(
         (tmp_path / f"node{node}").mkdir()
     with Checkpoint.open(llama_folder) as checkpoint:
         weights = {name: info.nbytes for name, info in checkpoint.tensors.items()}
-    looked_up = weights["model.embed_tokens.weight"]
-    assert start._packed_bytes(llama_folder) == (sum(weights.values()) - looked_up if nodes == 1 else 0)
-    assert start._packed_bytes("no/such-model") == 0
+        looked_up = weights["model.embed_tokens.weight"]
+        assert start._packed_bytes(checkpoint) == (sum(weights.values()) - looked_up if nodes == 1 else 0)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.hub import model_name
-from minifloat.errors import MinifloatError
+from minifloat.checkpoint.hub import model_folder, model_name
 from minifloat.kernels.memory import touching
 from minifloat.kernels.processors import NODES
 from minifloat.model.architecture.roles import is_embedding
@@ -54,7 +51,8 @@ def serve_checkpoint(
             with loading_torch():
                 importlib.import_module("fastapi")
                 importlib.import_module("uvicorn")
-            with touching(_packed_bytes(path) if on_cpu else 0):
+            folder = model_folder(path, revision=revision)
+            with Checkpoint.open(folder) as checkpoint, touching(_packed_bytes(checkpoint) if on_cpu else 0):
                 if on_cpu:
                     import_torch()
                 from minifloat.engine import AsyncEngine, Engine
@@ -62,20 +60,18 @@ def serve_checkpoint(
 
                 set_up(settings)
                 with importing("minifloat.serve.server.app"):
-                    loaded = Engine(path, options, revision=revision, grammars=True)
+                    loaded = Engine(folder, options, checkpoint=checkpoint, grammars=True)
                 from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, settings.max_num_queued_reqs), settings, listening)
 
 
-def _packed_bytes(path: str | os.PathLike[str]) -> int:
-    """Return about what the packed weights of a folder take; 0 for others, and where memory belongs to NUMA nodes."""
+def _packed_bytes(checkpoint: Checkpoint) -> int:
+    """Return about what the packed weights of a checkpoint take; 0 where memory belongs to NUMA nodes."""
     if len(list(NODES.glob("node[0-9]*"))) > 1:
         return 0
-    with suppress(MinifloatError), Checkpoint.open(Path(path)) as checkpoint:
-        tensors = checkpoint.tensors.items()
-        return sum(info.nbytes for name, info in tensors if not is_embedding(name.rpartition(".")[0]))
-    return 0
+    tensors = checkpoint.tensors.items()
+    return sum(info.nbytes for name, info in tensors if not is_embedding(name.rpartition(".")[0]))
 
 
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
