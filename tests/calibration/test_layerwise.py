@@ -459,7 +459,8 @@ def test_logits_of_a_model_in_16_bits_are_not_rounded(
         stack = LayerStack(model, model.loader(), None)
         pool = storage.ArgumentPool(calls, stack.device)
         stack.capture(DATA.sequences[:1], pool, lambda _, hidden: states.append(hidden))
-        [logits] = stack.logits_of(DATA.sequences[0], states)
+        with stack.logits_in_float32():
+            [logits] = stack.logits_of(DATA.sequences[0], states)
     with torch.inference_mode():
         expected = whole.model.norm(states[0])[0].float() @ whole.lm_head.weight.float().T
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)

@@ -180,15 +180,14 @@ class LayerStack:
         return calls_of_sequences
 
     def logits_of(self, sequence: Sequence[int], states: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the logits ``[T, V]`` of a sequence for each of some hidden states that its layers may return."""
+        """Yield the logits ``[T, V]`` of a sequence for each of some hidden states, within `logits_in_float32`."""
         assert self._capture is not None  # `capture` was called
-        with self.weights.before_layers(), self._logits_in_float32():
-            for hidden in states:
-                yield self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
+        for hidden in states:
+            yield self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
 
     @contextmanager
-    def _logits_in_float32(self) -> Iterator[None]:
-        """Let the head of a model in 16 bits return float32: rounding logits to BF16 adds 0.001 to a KL."""
+    def logits_in_float32(self) -> Iterator[None]:
+        """Hold the head, and let that of a model in 16 bits return float32: rounding to BF16 adds 0.001 to a KL."""
         model: Any = self.model
         head = model.get_output_embeddings()
         packed: list[PackedWeight] = []
@@ -201,7 +200,7 @@ class LayerStack:
                 packed.append(pack(head.weight))
             return linear(x.float(), packed[0], bias)
 
-        with ExitStack() as stack:
+        with self.weights.before_layers(), ExitStack() as stack:
             if type(head) is nn.Linear and self.model.dtype != torch.float32:
                 stack.callback(replace_forward(head, forward))
             yield

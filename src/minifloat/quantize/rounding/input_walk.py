@@ -101,7 +101,7 @@ class _InputWalk:
         self.started = {name for file in work.finished for name in file.record["started"]}
         with LayerWalk(self.stack, self.sequences, work, self._streams, keep_last=True) as walk:
             walk.run(lambda layer: self._run_layer(walk, layer))
-            with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.weights.before_layers():
+            with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.logits_in_float32():
                 losses = {name: asdict(loss) for name, loss in self._compare(walk, hidden).items()}
         work.finish(len(self.stack), layer_content({}, {"losses": losses}))
 

@@ -82,7 +82,7 @@ class RoundingWalk:
             if self.damage is not None:
                 self.damage.start(walk.places, [file.record for file in work.finished])
             walk.run(lambda layer: self._round_layer(walk, layer))
-            with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.weights.before_layers():
+            with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.logits_in_float32():
                 first = self.texts.first_chosen_on, self.texts.first_reported
                 record: dict[str, Any] = {
                     "choosing": self._compare(walk, hidden, range(*first)).to_dict(),
