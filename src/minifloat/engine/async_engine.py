@@ -90,7 +90,6 @@ class AsyncEngine:
         self._stopping = False
         self._ended = False
         self.draining = False
-        self.last_step = time.monotonic()
 
     @property
     def alive(self) -> bool:
@@ -229,7 +228,6 @@ class AsyncEngine:
                 self._obey()
                 if self.engine.has_work:
                     self._hand_out(self.engine.step())
-                    self.last_step = time.monotonic()
         except Exception as error:
             _LOG.exception("the engine has stopped")
             self._hand_out([Delivery(name, finish_reason="error", error=str(error)) for name in list(self._streams)])

@@ -84,10 +84,6 @@ class NativeWeights:
         weight = (weight + layout.offset) * layout.factor
         return Norm(weight.flatten().contiguous(), layout.eps, bias, layout.centered)
 
-    def norm_or_none(self, layout: NormLayout | None) -> Norm | None:
-        """Return a norm, or None where there is none."""
-        return None if layout is None else self.norm(layout)
-
     def lm_head(self, tied: Tensor | QuantizedTensor | None, quantize: WeightSpec | None) -> PackedWeight:
         layout = self.blueprint.layout.lm_head
         weight = self.weights.matrix(layout.weight) if tied is None else tied
