@@ -58,15 +58,6 @@ def test_two_runs_give_the_same_bits_and_a_shuffled_one_the_same_maxima(mixtral_
         assert (kv.v_amax.max(0) == shuffled.kv[name].v_amax.max(0)).all()
 
 
-def test_parts_of_the_data_merge_to_the_whole(llama_folder: Path) -> None:
-    text = data(5, 20, 1)
-    first, second = (CalibrationSet(part, text.record) for part in (text.sequences[:2], text.sequences[2:]))
-    options = CalibrateOptions(histogram=True)
-    merged = calibrate_set(llama_folder, first, options).merge(calibrate_set(llama_folder, second, options))
-    whole = calibrate_set(llama_folder, text, options)
-    assert (merged.inputs, merged.kv, merged.tokens) == (whole.inputs, whole.kv, whole.tokens)
-
-
 def test_the_dtype_can_be_chosen(llama_folder: Path) -> None:
     stats = calibrate_set(llama_folder, data(30), CalibrateOptions(dtype=torch.float32))
     amax = stats.inputs["model.layers.1.mlp.down_proj"].max

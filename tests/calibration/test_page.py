@@ -285,12 +285,3 @@ def test_a_run_without_sequences_makes_a_page() -> None:
         "model.layers.0.self_attn": KVStats(np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32))
     })  # fmt: skip
     assert "Never called" in stats_page(empty, Max())
-
-
-def test_merged_runs_show_the_data_of_each() -> None:
-    summary_row, other = (
-        make_stats(layers=1, data={"sources": [{"name": name}]}) for name in ("first.txt", "second.txt")
-    )
-    page = stats_page(summary_row.merge(other), Max())
-    assert "first.txt" in page
-    assert "second.txt" in page

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minifloat.calibration.result import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModelIdentity, ModuleStats
@@ -113,59 +111,6 @@ def test_a_module_with_another_number_of_sequences_is_refused() -> None:
         replace(stats, inputs={**stats.inputs, "odd": odd})
 
 
-# Merging
-
-
-@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
-@settings(max_examples=20, deadline=None)
-def test_merging_is_associative(first: int, second: int, third: int) -> None:
-    a, b, c = (make_stats(seed, length) for seed, length in enumerate((first, second, third)))
-    assert a.merge(b).merge(c) == a.merge(b.merge(c))
-    assert a.merge(b).merge(c).data == {"merged": [{"seed": 0}, {"seed": 1}, {"seed": 2}]}
-
-
-def test_merging_appends_sequences_adds_histograms_and_takes_the_larger_channel() -> None:
-    a, b = make_stats(0), make_stats(1, 2)
-    merged = a.merge(b)
-    assert (merged.sequences, merged.tokens) == (5, 35)
-    for name, module in merged.inputs.items():
-        one, two = a.inputs[name], b.inputs[name]
-        assert module.amax.tolist() == one.amax.tolist() + two.amax.tolist()
-        assert module.tokens.tolist() == one.tokens.tolist() + two.tokens.tolist()
-        assert module.histogram is not None
-        assert module.histogram.sum() == 100
-        assert module.channel_amax is not None
-        assert module.channel_amax.tolist() == [
-            max(pair) for pair in zip(one.channel_amax.tolist(), two.channel_amax.tolist(), strict=True)
-        ]
-    assert merged.kv[ATTENTION].k_amax.tolist() == [
-        *a.kv[ATTENTION].k_amax.tolist(),
-        *b.kv[ATTENTION].k_amax.tolist(),
-    ]
-
-
-def other_model(stats: ActivationStats) -> ActivationStats:
-    return replace(stats, model=replace(MODEL, weights="x" * 64))
-
-
-def without_down_proj(stats: ActivationStats) -> ActivationStats:
-    return replace(stats, inputs={name: one for name, one in stats.inputs.items() if "down_proj" not in name})
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (other_model(make_stats()), "the models differ in the values of the weights"),
-        (without_down_proj(make_stats()), "only one of the runs watched model.layers.0.mlp.down_proj"),
-        (make_stats(histogram=False), "only some have histogram"),
-        (make_stats(channels=6), r"channel_amax of \[5, 6\] channels"),
-    ],
-)
-def test_runs_of_different_models_or_settings_are_not_merged(other: ActivationStats, message: str) -> None:
-    with pytest.raises(StatsError, match=message):
-        make_stats().merge(other)
-
-
 # The file
 
 
@@ -175,11 +120,10 @@ def test_runs_of_different_models_or_settings_are_not_merged(other: ActivationSt
         make_stats(),
         make_stats(sequences=0),
         make_stats(histogram=False, channels=None),
-        make_stats().merge(make_stats(1)),
         replace(make_stats(), kv={}),
         replace(make_stats(), inputs={}, data={"text": "ü\0\ud800", "deep": [{"a": [1.5, None, True]}]}),
     ],
-    ids=["all", "no sequences", "amax alone", "merged", "no attention", "odd data"],
+    ids=["all", "no sequences", "amax alone", "no attention", "odd data"],
 )
 def test_saved_statistics_are_loaded_bit_for_bit(stats: ActivationStats, tmp_path: Path) -> None:
     path = tmp_path / "stats"

@@ -1,7 +1,6 @@
-"""Activation statistics as data: arrays that can be merged, saved, and turned into scales by any rule.
+"""Activation statistics as data: arrays that can be saved, and turned into scales by any rule.
 
-Statistics are kept per sequence, so one pass over the data serves every rule, and runs on several machines can be
-merged.
+Statistics are kept per sequence, so one pass over the data serves every rule.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,20 +150,6 @@ class ModuleStats(_Arrays):
             raise UsageError(f"{purpose}: these statistics have no histograms; calibrate again with histograms")
         return self.histogram
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[ModuleStats]) -> ModuleStats:
-        """Return the statistics of several runs as one: sequences appended, histograms added, channels' larger amax."""
-        histograms = _all_or_none("histogram", [part.histogram for part in parts])
-        channels = _all_or_none("channel_amax", [part.channel_amax for part in parts])
-        if channels and len({len(channel) for channel in channels}) > 1:
-            raise ValueError(f"channel_amax of {sorted({len(channel) for channel in channels})} channels")
-        return cls(
-            np.concatenate([part.amax for part in parts]),
-            np.concatenate([part.tokens for part in parts]),
-            np.sum(histograms, axis=0) if histograms else None,
-            np.max(channels, axis=0) if channels else None,
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class KVStats(_Arrays):
@@ -183,11 +168,6 @@ class KVStats(_Arrays):
     def heads(self) -> int:
         """Number of KV heads."""
         return int(self.k_amax.shape[1])
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[KVStats]) -> KVStats:
-        """Return the statistics of several runs as one, with the sequences of all parts in order."""
-        return cls(np.concatenate([part.k_amax for part in parts]), np.concatenate([part.v_amax for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -215,39 +195,6 @@ class ActivationStats:
         """Raise an error unless these are the statistics of the model in a checkpoint."""
         self.model.require(checkpoint, "activation statistics")
 
-    def merge(self, other: ActivationStats) -> ActivationStats:
-        """Return the statistics of two runs as one: sequences appended, histograms added, channels' larger amax."""
-        problem = self._mismatch(other)
-        if problem:
-            raise StatsError(f"statistics of {self.model.architecture}", f"cannot be merged: {problem}")
-        try:
-            inputs = {name: ModuleStats.concatenate([stats, other.inputs[name]]) for name, stats in self.inputs.items()}
-            kv = {name: KVStats.concatenate([stats, other.kv[name]]) for name, stats in self.kv.items()}
-        except ValueError as error:
-            raise StatsError(f"statistics of {self.model.architecture}", f"cannot be merged: {error}") from None
-        return ActivationStats(
-            self.model,
-            self.sequences + other.sequences,
-            self.tokens + other.tokens,
-            {"merged": [*_records(self.data), *_records(other.data)]},
-            inputs,
-            kv,
-        )
-
-    def _mismatch(self, other: ActivationStats) -> str | None:
-        differences = self.model.differences(other.model)
-        if differences:
-            return f"the models differ in {', '.join(differences)}"
-        for kind, mine, theirs in (("inputs", self.inputs, other.inputs), ("attentions", self.kv, other.kv)):
-            odd = sorted(mine.keys() ^ theirs.keys())
-            if odd:
-                return f"only one of the runs watched {odd[0]} (of {len(odd)} {kind} in all); use the same options"
-        return None
-
-
-def _records(data: Mapping[str, Any]) -> list[Any]:
-    return list(data["merged"]) if data.keys() == {"merged"} else [data]
-
 
 def _check(name: str, array: npt.NDArray[Any], dtype: type, dimensions: int) -> None:
     if array.dtype != dtype or array.ndim != dimensions:
@@ -262,10 +209,3 @@ def _same(mine: npt.NDArray[Any] | None, theirs: npt.NDArray[Any] | None) -> boo
     if mine is None or theirs is None:
         return mine is theirs
     return np.array_equal(mine, theirs)
-
-
-def _all_or_none(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> list[npt.NDArray[Any]]:
-    present = [array for array in arrays if array is not None]
-    if present and len(present) != len(arrays):
-        raise ValueError(f"only some have {name}; observe all runs with the same options")
-    return present

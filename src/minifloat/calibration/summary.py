@@ -236,11 +236,6 @@ def run_facts(stats: ActivationStats, rule: Rule, held_out: ActivationStats | No
 
 def _data_lines(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the record of a calibration set as text, including keys that this version does not know."""
-    merged = data.get("merged")
-    if isinstance(merged, list):
-        for record in merged:
-            yield from _data_lines(record) if isinstance(record, Mapping) else [str(record)]
-        return
     sources = data.get("sources")
     for source in sources if isinstance(sources, list) else []:
         yield _source_line(source) if isinstance(source, Mapping) else str(source)
