@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -170,32 +171,24 @@ def test_a_loop_of_links_is_not_a_checkpoint(tmp_path):
         Checkpoint.open(tmp_path / "a")
 
 
-def test_a_folder_without_config_is_not_a_checkpoint(model, shard):
-    with pytest.raises(NotACheckpointError, match=r"no config\.json"):
-        Checkpoint.open(model({"model.safetensors": shard("a")}, config=False))
-
-
-def test_the_top_of_a_hub_cache_entry_points_to_its_snapshots(model):
-    folder = model({"snapshots/abc": b""}, config=False)
-    with pytest.raises(NotACheckpointError, match="snapshots/REVISION"):
-        Checkpoint.open(folder)
-
-
-def test_a_folder_without_weights_is_not_a_checkpoint(model):
-    with pytest.raises(NotACheckpointError, match=r"no \.safetensors file"):
-        Checkpoint.open(model())
+@pytest.mark.parametrize(
+    ("files", "config", "message"),
+    [
+        ({"model.safetensors": b""}, False, "no config.json"),
+        ({"snapshots/abc": b""}, False, "snapshots/REVISION"),
+        ({}, None, "no .safetensors file"),
+        ({"minifloat-journal.jsonl": b"{}"}, None, "interrupted minifloat output; run the same command again"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(model, files, config, message):
+    with pytest.raises(NotACheckpointError, match=re.escape(message)):
+        Checkpoint.open(model(files, config=config))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.CKPT"])
 def test_pickle_files_are_refused_with_the_way_to_convert_them(model, name):
     with pytest.raises(UnsafeFileError, match="save_pretrained"):
         Checkpoint.open(model({name: b"\x80\x02."}))
-
-
-def test_an_unfinished_output_is_refused(model, shard):
-    folder = model({"model.safetensors": shard("a"), "minifloat-journal.jsonl": b"{}"})
-    with pytest.raises(NotACheckpointError, match="interrupted minifloat output; run the same command again"):
-        Checkpoint.open(folder)
 
 
 def test_a_folder_inside_an_unfinished_output_is_refused(model, shard):
@@ -296,26 +289,6 @@ def test_an_invalid_index_is_refused(model, shard, content, message):
         Checkpoint.open(folder)
 
 
-def test_a_tensor_that_the_index_does_not_name_is_refused(model, shard):
-    folder = model({"m-1.safetensors": shard("a", "b")} | index(a="m-1.safetensors"))
-    with pytest.raises(ShardIndexError, match=r"m-1\.safetensors holds tensor 'b', but the index does not name it"):
-        Checkpoint.open(folder)
-
-
-def test_a_tensor_that_the_index_places_in_another_shard_is_refused(model, shard):
-    files = {"m-1.safetensors": shard("a"), "m-2.safetensors": shard("b")}
-    folder = model(files | index(a="m-2.safetensors", b="m-1.safetensors"))
-    with pytest.raises(ShardIndexError, match=r"m-1\.safetensors holds tensor 'a', but the index says it is in m-2"):
-        Checkpoint.open(folder)
-
-
-def test_the_same_tensor_in_two_shards_is_refused(model, shard):
-    files = {"m-1.safetensors": shard("a"), "m-2.safetensors": shard("a", "b")}
-    folder = model(files | index(a="m-1.safetensors", b="m-2.safetensors"))
-    with pytest.raises(ShardIndexError, match=r"m-2\.safetensors holds tensor 'a', but the index says it is in m-1"):
-        Checkpoint.open(folder)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -342,11 +315,6 @@ def test_a_single_file_of_any_name_is_the_model(model, shard):
         assert checkpoint.shards == ("weights.safetensors",)
 
 
-def test_several_files_without_an_index_are_refused(model, shard):
-    with pytest.raises(ShardIndexError, match=r"2 \.safetensors files but no model\.safetensors\.index\.json"):
-        Checkpoint.open(model({"some.safetensors": shard("a"), "other.safetensors": shard("b")}))
-
-
 def test_without_an_index_model_safetensors_is_the_model_and_other_files_are_ignored(model, shard):
     folder = model({"model.safetensors": shard("a"), "consolidated.safetensors": shard("b")})
     with Checkpoint.open(folder) as checkpoint:
@@ -354,10 +322,21 @@ def test_without_an_index_model_safetensors_is_the_model_and_other_files_are_ign
         assert checkpoint.ignored_files == ("consolidated.safetensors",)
 
 
-def test_a_single_file_beside_an_index_of_other_shards_is_refused_as_two_models(model, shard):
-    files = {"m-1.safetensors": shard("a"), "model.safetensors": shard("a")}
-    with pytest.raises(ShardIndexError, match="two models in one folder"):
-        Checkpoint.open(model(files | index(a="m-1.safetensors")))
+@pytest.mark.parametrize(
+    ("files", "placed", "message"),
+    [
+        ({"m-1": "ab"}, {"a": "m-1"}, "m-1.safetensors holds tensor 'b', but the index does not name it"),
+        ({"m-1": "a", "m-2": "b"}, {"a": "m-2", "b": "m-1"}, "m-1.safetensors holds tensor 'a', but the index says"),
+        ({"m-1": "a", "m-2": "ab"}, {"a": "m-1", "b": "m-2"}, "m-2.safetensors holds tensor 'a', but the index says"),
+        ({"m-1": "a", "model": "a"}, {"a": "m-1"}, "two models in one folder"),
+        ({"some": "a", "other": "b"}, None, "2 .safetensors files but no model.safetensors.index.json"),
+    ],
+)
+def test_shards_that_contradict_the_index_or_have_none_are_refused(model, shard, files, placed, message):
+    shards = {f"{name}.safetensors": shard(*tensors) for name, tensors in files.items()}
+    named = {} if placed is None else index(**{name: f"{file}.safetensors" for name, file in placed.items()})
+    with pytest.raises(ShardIndexError, match=re.escape(message)):
+        Checkpoint.open(model(shards | named))
 
 
 # Links and files that are not regular
