@@ -19,6 +19,7 @@ from minifloat.errors import CheckpointError, ConfigError, ShapeError, Unsupport
 from minifloat.kernels.decoder_layout import ExpertsLayout, NotNative
 from minifloat.model.layouts import describe
 from minifloat.model.runtime.config import plain_config
+from minifloat.model.runtime.load import load
 from minifloat.model.runtime.names import empty_model
 from minifloat.model.runtime.tensors import StoredTensors
 from minifloat.model.runtime.weights import WeightSource
@@ -187,12 +188,13 @@ def folder(make_llama: MakeModel, tmp_path: Path) -> Path:
         ),
     ],
 )
+@pytest.mark.parametrize("opened", [Engine, load])
 def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
-    folder: Path, change: Callable[..., object], error: type[Exception], message: str
+    folder: Path, change: Callable[..., object], error: type[Exception], message: str, opened: Callable[..., object]
 ) -> None:
     edit_tensors(folder, change)
     with pytest.raises(error, match=message):
-        Engine(folder)
+        opened(folder)
 
 
 def test_an_expert_that_is_missing_is_named(make_mixtral: MakeModel, tmp_path: Path) -> None:

@@ -205,12 +205,6 @@ def folder(make_llama: MakeModel, tmp_path: Path) -> Path:
     return make_llama(tmp_path / "m")
 
 
-def test_a_parameter_without_a_tensor_is_named(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"have no tensor: model\.layers\.1\.mlp\.up_proj\.weight$"):
-        load(folder)
-
-
 def test_an_expert_that_is_missing_is_an_error(make_mixtral: MakeModel, tmp_path: Path) -> None:
     quantize_checkpoint(make_mixtral(tmp_path / "plain"), tmp_path / "q", "fp8")
     expert = "model.layers.0.block_sparse_moe.experts.1.w2"
@@ -223,20 +217,6 @@ def test_an_up_projection_without_its_gate_is_an_error(make_mixtral: MakeModel, 
     folder = make_mixtral(tmp_path / "plain")
     edit_tensors(folder, lambda t: t.pop("model.layers.0.block_sparse_moe.experts.1.w1.weight"))
     with pytest.raises(CheckpointError, match=r"gate_up_proj"):
-        load(folder)
-
-
-def test_a_tensor_without_a_place_is_named(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}))
-    with pytest.raises(CheckpointError, match=r"no place in LlamaForCausalLM: model\.layers\.1\.extra\.weight"):
-        load(folder)
-
-
-def test_a_tensor_of_the_wrong_shape_is_named(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
-    with pytest.raises(
-        ShapeError, match=r"model\.norm\.weight: the config expects \[64\], the checkpoint holds \[65\]"
-    ):
         load(folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import torch
 from click.testing import CliRunner
 from rounding_cases import correlated_inputs, hessian_of, make_text, round_model, split, write_model
 
-from minifloat.calibration.layerwise import storage
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
-from minifloat.errors import DataError, DestinationError, StatsError, StorageError, UsageError
+from minifloat.errors import DataError, DestinationError, StatsError, UsageError
 from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import get_scheme
@@ -113,25 +111,6 @@ def test_a_run_that_ends_while_it_completes_the_folder_runs_no_layer_again(
     again = collected(llama[0], tmp_path / "hessians", progress=lambda _, __, what: seen.append(what))
     assert not seen
     assert again.layers == SavedHessians.load(llama[1]).layers
-
-
-def test_a_full_disk_leaves_work_that_continues(
-    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, left = storage.os.pwrite, 60
-
-    def pwrite(*args: Any) -> int:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage.os, "pwrite", pwrite)
-        with pytest.raises(StorageError, match="No space left on device"):
-            collected(llama[0], tmp_path / "hessians")
-    assert collected(llama[0], tmp_path / "hessians").layers == SavedHessians.load(llama[1]).layers
 
 
 def test_a_finished_collection_is_not_repeated_and_another_needs_overwrite(
