@@ -101,14 +101,16 @@ def verbose_option(rows: str = "tensor") -> Callable[[_Command], _Command]:
     )
 
 
-def device_option(help: str = "Where to compute: cpu, cuda or cuda:N.") -> Callable[[_Command], _Command]:
+def device_option() -> Callable[[_Command], _Command]:
     """Return the option ``--device``."""
-    return click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help=help)
+    return click.option(
+        "--device", default="cpu", show_default=True, metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:N."
+    )
 
 
-def threads_option(default: str = "torch's") -> Callable[[_Command], _Command]:
+def threads_option() -> Callable[[_Command], _Command]:
     """Return the option ``--threads``."""
-    return click.option("--threads", type=COUNT, help=f"Threads to compute with.  [default: {default}]")
+    return click.option("--threads", type=COUNT, help="Threads to compute with.  [default: torch's]")
 
 
 #: Of `--speculate`, which is "self" without a value.

@@ -113,11 +113,10 @@ class Speculator:
         *,
         longest: int,
         weight_bytes: int,
-        fixed: bool = False,
     ) -> None:
         self.drafter, self.longest = drafter, longest
         self.stats, self.last = self._nothing(), self._nothing()
-        self._room, self._fixed = room, fixed
+        self._room, self._fixed = room, False  # whether drafts are always as long as they may be
         self._length = DraftLength(longest, drafter.weight_bytes / max(weight_bytes, 1))
         self._started = 0.0
 

@@ -163,7 +163,7 @@ def _tokenizer(vocab: int) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
-def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: int = 0) -> tuple[Path, Path]:
+def make_pair(folder: str | os.PathLike[str], name: str, scheme: str) -> tuple[Path, Path]:
     """Write a random checkpoint of a shape, and quantize it; a checkpoint that exists already is kept."""
     from minifloat.quantize.job import quantize_checkpoint
 
@@ -174,7 +174,7 @@ def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: i
         parent.mkdir(parents=True, exist_ok=True)
     baseline, candidate = parent / name, parent / f"{name}-{scheme}"
     if not baseline.exists():
-        write_random(baseline, shape, seed=seed)
+        write_random(baseline, shape)
     if not candidate.exists():
         quantize_checkpoint(baseline, candidate, scheme)
     return baseline, candidate
