@@ -1,6 +1,6 @@
 """Every command opens each of its checkpoints once, and passes the open checkpoint on.
 
-`serve` and the processes of `bench` open theirs in `Engine`.
+The processes of `bench` open theirs in `Engine`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from click.testing import CliRunner
 from minifloat import Engine, quantize_checkpoint
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
+from minifloat.serve.server.settings import ServerSettings
+from minifloat.serve.server.start import serve_checkpoint
 
 QUANTIZE = "quantize {plain} {new} --scheme fp8-dynamic"
 QUANTIZE_STATIC = "quantize {plain} {new} --scheme fp8-static --calibration {text} --calibration-seq-len 32"
@@ -81,4 +83,12 @@ def test_a_command_opens_each_checkpoint_once(
 
 def test_the_engine_opens_its_checkpoint_once(folders: dict[str, Path], openings: Counter[str]) -> None:
     Engine(str(folders["quantized"]))
+    assert openings == {"quantized": 1}
+
+
+def test_serve_opens_its_checkpoint_once(
+    folders: dict[str, Path], openings: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minifloat.serve.server.app.serve", lambda *_: None)
+    serve_checkpoint(folders["quantized"], ServerSettings("model", port=0))
     assert openings == {"quantized": 1}
