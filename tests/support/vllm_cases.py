@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
     "kv": Case(calibrated("fp8-dynamic", *_KV), ("vllm-cpu-dynamic",), compared=False),
     "kv-without-scales": Case(
         changed(calibrated("fp8-dynamic", *_KV), without_kv_scales),
-        ("vllm-cpu-dynamic", "vllm-kv-scales-missing"),
+        ("vllm-cpu-dynamic", "kv-scales-missing"),
         compared=False,
     ),
     # ------------------------------------------------------------------------------------ blocks, fused layers
@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     ),
     "head-in-blocks": Case(
         quantized("fp8-block", "llama", overrides=_HEAD_ALONE),
-        ("vllm-head-blocks",),
+        ("head-blocks",),
         "^AssertionError",
         as_if_amx=True,
     ),

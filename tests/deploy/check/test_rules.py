@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         subject("mxfp4", model_type="hrm_text"),
     ),
     "vllm-indexer": (subject("fp8-block", shapes=INDEXER), "vllm:h100", KEEPS_SCORES),
-    "sglang-indexer": (subject("fp8-block", shapes=INDEXER), "sglang:h100", KEEPS_SCORES),
+    "sglang-indexer": (subject("fp8-dynamic", shapes=INDEXER), "sglang:h100", subject("fp8-block", shapes=INDEXER)),
     "vllm-mtp-projection": (DRAFTS, "vllm:h100", replace(DRAFTS, model_type="nemotron_h")),
     "sglang-mtp-projection": (DRAFTS, "sglang:h100", subject("fp8-block")),
     "vllm-mamba-1": (  # Mamba-2 has no x_proj
@@ -146,12 +146,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "vllm-cpu-block-size": (subject(BLOCKS_32, "fp8"), "vllm:cpu", subject("fp8-block", "fp8")),
     "vllm-dense-mxfp4": (MISNAMED, "vllm:h100", subject("mxfp4")),
-    "vllm-ampere-weight-only": (subject("fp8-dynamic"), "vllm:a100", "vllm:l40s"),
+    "ampere-weight-only": (subject("fp8-dynamic"), "vllm:a100", "vllm:l40s"),
     "vllm-b200-mxfp4-inputs": (subject("mxfp4"), "vllm:b200", "vllm:h200"),
     "vllm-b200-mxfp8-inputs": (subject("mxfp8"), "vllm:b200", "vllm:h200"),
     "vllm-b200-w4a8": (subject("mxfp4-w4a8"), "vllm:b200", subject("mxfp4-w4a4")),
     "vllm-mx-before-blackwell": (subject("mxfp8-w8a8"), "vllm:h100", "vllm:b200"),
-    "sglang-mxfp4-inputs": (subject("mxfp4-w4a4"), "sglang:h100", subject("mxfp4")),
     "nvfp4-before-blackwell": (subject(NVFP4_W4A4), "vllm:h100", "vllm:b200"),
     "vllm-mi300-nvfp4": (subject("nvfp4"), "vllm:mi300", "vllm:a100"),
     "vllm-mi300-emulated": (subject("mxfp4"), "vllm:mi300", subject("fp8-block")),
@@ -159,7 +158,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "experts-weight-only-fp8": (only_experts("fp8"), "vllm:h100", only_experts("fp8-dynamic")),
     "vllm-cpu-experts": (only_experts("fp8-dynamic"), "vllm:cpu", only_experts("fp8-block")),
     "vllm-fp8-layout-head": (subject("fp8-block", "fp8", head=True), "vllm:h100", subject("fp8-block", head=True)),
-    "vllm-head-blocks": (
+    "head-blocks": (
         subject("fp8-block", head=True, head_named=True),
         "vllm:h100",
         subject("fp8-dynamic", head=True, head_named=True),
@@ -169,7 +168,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "vllm:h100",
         subject("fp8-dynamic", head=True, head_named=True),
     ),
-    "quantized-embedding": (subject("fp8", embedding=True), "vllm:h100", subject("fp8")),
+    "vllm-embedding": (subject("fp8", embedding=True), "vllm:h100", subject("fp8")),
     "transformers-tied-embedding": (
         subject("fp8", embedding=True),
         "transformers:cpu",
@@ -178,15 +177,32 @@ CASES: dict[str, tuple[Any, ...]] = {
     "mlx-layout": (subject("mxfp4", "mlx"), "vllm:h100", "minifloat:cpu"),
     "mlx-other-layout": (subject("mxfp4"), "mlx:apple", subject("mxfp4", "mlx")),
     "vllm-modelopt-mxfp4": (subject("mxfp4", "modelopt"), "vllm:h100", subject("mxfp4")),
-    "vllm-kv-scales-missing": (
+    "kv-scales-missing": (
         subject("fp8-block", kv=FP8_KV),
         "vllm:h100",
         subject("fp8-block", kv=FP8_KV, kv_scales=True),
     ),
     "sglang-cpu": (subject("fp8-block"), "sglang:cpu", "sglang:h100"),
+    "sglang-cpu-amx": (subject("fp8-block", "fp8"), "sglang:cpu-no-amx", "sglang:cpu"),
+    "sglang-vocabulary": (
+        subject("fp8-dynamic", head=True),
+        "sglang:h100",
+        subject("fp8-dynamic", head=True, head_named=True),
+    ),
+    "sglang-llama-scales": (
+        subject("mxfp8-w8a8", "mxfp8", model_type="phi3"),
+        "sglang:b200",
+        subject("mxfp8-w8a8", "mxfp8", model_type="qwen3"),
+    ),
+    "vllm-blocks-rounded-again": (subject("fp8-block"), "vllm:h100", "vllm:l40s"),
+    "sglang-blocks-rounded-again": (subject("fp8-block"), "sglang:b200", "sglang:h100"),
     "sglang-mxfp8": (subject("mxfp8"), "sglang:h100", subject("mxfp4")),
+    "sglang-mxfp8-layout": (subject("mxfp8-w8a8", "mxfp8"), "sglang:h100", "sglang:b200"),
+    "sglang-mxfp8-rounded-again": (subject("mxfp8-w8a8", "mxfp8"), "sglang:mi300", "sglang:b200"),
+    "sglang-mxfp4": (subject("mxfp4-w4a4"), "sglang:h100", only_experts("mxfp4")),
     "sglang-mxfp4-experts": (only_experts("mxfp4"), "sglang:h100", subject("mxfp4")),
-    "sglang-tensor-parallelism": (subject("fp8"), "sglang:h100:tp3", "sglang:h100:tp4"),
+    "sglang-a100-blocks": (subject("fp8-block"), "sglang:a100", only_experts("fp8-block")),
+    "sglang-mi300-marlin": (subject("nvfp4"), "sglang:mi300", subject("fp8-dynamic")),
     "sglang-weight-only-blocks": (subject(weight_only(SCHEMES["fp8-block"])), "sglang:h100", subject("fp8-block")),
     "transformers-modelopt-fp8": (subject("fp8-static", "modelopt"), "transformers:cpu", subject("fp8-static")),
     "transformers-modelopt-fp4": (subject("nvfp4", "modelopt"), "transformers:cpu", subject("nvfp4")),
@@ -351,7 +367,7 @@ def test_blocks_of_copied_key_value_heads_are_checked_per_head() -> None:
 
 
 @pytest.mark.parametrize("hardware", ENGINE_HARDWARE)
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_refused_or_has_a_named_kernel_on_every_machine(
     scheme: str, engine: str, hardware: str
@@ -360,6 +376,25 @@ def test_every_scheme_is_refused_or_has_a_named_kernel_on_every_machine(
     report = judge("model", None, Case(subject(scheme), Target.of(engine, hardware)))
     assert report.verdict is not LoadVerdict.UNKNOWN
     assert bool(report.failures) != bool(report.kernels)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "applies"),
+    [
+        (subject("fp8-dynamic", shapes=INDEXER, plain=("weights_proj",)), "sglang:h100", True),
+        (subject("fp8-block", shapes=INDEXER), "sglang:mi300", True),
+        (subject("fp8-block", shapes=INDEXER, plain=("weights_proj",)), "sglang:mi300", False),
+    ],
+)
+def test_sglang_decodes_an_indexer_in_blocks_on_nvidia_alone(model: Subject, target: str, applies: bool) -> None:
+    assert ("sglang-indexer" in applied((model, target))) is applies
+
+
+@pytest.mark.parametrize(
+    "model", [subject("fp8-block", "fp8", head=True), subject("fp8", embedding=True)], ids=["head", "embedding"]
+)
+def test_sglang_takes_codes_of_the_vocabulary_for_weights(model: Subject) -> None:
+    assert "sglang-vocabulary" in applied((model, "sglang:h100"))
 
 
 def test_experts_of_gpt_oss_and_fp8_blocks_of_experts_need_amx_too() -> None:
@@ -379,8 +414,8 @@ def test_the_head_size_comes_from_the_config_or_from_hidden_size_over_heads() ->
 
 
 def test_a_layout_without_rule_or_kernel_is_reported_as_not_known() -> None:
-    case = Case(subject("fp8-block", "fp8"), Target.of("sglang", "h100"))
-    assert kernel_for(case, Kind.FP8_BLOCK) is None
+    case = Case(subject("fp8-static", "modelopt"), Target.of("sglang", "h100"))
+    assert kernel_for(case, Kind.FP8_STATIC) is None
     assert judge("model", None, case).verdict is LoadVerdict.UNKNOWN
 
 
@@ -425,7 +460,7 @@ def test_gates_of_linear_attention_are_one_linear_whose_parts_are_no_whole_block
     shapes = {f"linear_attn.{name}": (rows, 1024) for name, rows in names.items()}
     config = CONFIG | {"model_type": "qwen3_5_text", "linear_num_key_heads": 16, "linear_key_head_dim": 128}
     model = subject(scheme, shapes=shapes, model_type="qwen3_5_text", config=config)
-    assert judge("", None, Case(model, Target.parse("vllm:h100"))).verdict is verdict
+    assert judge("", None, Case(model, Target.parse("vllm:mi300"))).verdict is verdict
 
 
 def test_queries_and_gates_of_linear_attention_must_be_quantized_alike() -> None:

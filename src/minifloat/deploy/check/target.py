@@ -15,8 +15,8 @@ from minifloat.numerics.formats import E4M3
 #: Engine -> the version whose code the rules were read from.
 ENGINES = {
     "vllm": "vLLM 0.33.0",
-    "sglang": "SGLang, main branch at 0104cc50",
-    "transformers": "transformers 5.23.0 with compressed-tensors 0.20.0",
+    "sglang": "SGLang 0.5.23",
+    "transformers": "transformers 5.24.0 with compressed-tensors 0.20.1",
     "minifloat": f"minifloat {__version__}",
     "mlx": "mlx-lm 0.32.2 with mlx 0.32.4",
     "llama.cpp": "llama.cpp of llama-cpp-python 0.3.36",
@@ -89,7 +89,7 @@ def machines_of(engine: str) -> dict[str, Hardware]:
     return LOCAL_HARDWARE if engine in LOCAL else ENGINE_HARDWARE
 
 
-_ADA, _BLACKWELL = 89, 100
+_ADA, _HOPPER, _BLACKWELL = 89, 90, 100
 
 
 def _names(condition: Callable[[HardwareGeneration], bool]) -> tuple[str, ...]:
@@ -105,6 +105,7 @@ AMD = _names(lambda generation: generation.vendor == "amd")
 WITH_AMX = _names(lambda generation: generation.amx)
 WITHOUT_AMX = _names(lambda generation: generation.vendor == "cpu" and not generation.amx)
 FNUZ = _names(lambda generation: generation.fnuz)
+SINCE_HOPPER = _names(lambda generation: generation.vendor == "nvidia" and generation.capability >= _HOPPER)
 BLACKWELL = _names(lambda generation: generation.vendor == "nvidia" and generation.capability >= _BLACKWELL)
 BEFORE_BLACKWELL = _names(lambda generation: generation.vendor == "nvidia" and generation.capability < _BLACKWELL)
 BEFORE_ADA = _names(lambda generation: generation.vendor == "nvidia" and generation.capability < _ADA)
