@@ -82,10 +82,10 @@ def test_another_version_of_vllm_is_refused_by_name(vllm: Stub, version: str) ->
     ("version", "warnings"),
     [
         ("0.32.0+cpu", []),
-        ("0.33.0", ["minifloat: the kernels fit vLLM 0.33.0 by its source, and were not run in it"]),
+        ("0.33.0", ["minifloat: the kernels ran with the Python code of vLLM 0.33.0, not with a build of it"]),
     ],
 )
-def test_a_version_that_it_was_not_run_in_is_taken_with_a_warning(
+def test_a_version_without_a_build_that_it_ran_in_is_taken_with_a_warning(
     vllm: Stub, version: str, warnings: list[str]
 ) -> None:
     vllm.version.__version__ = version  # type: ignore[attr-defined]

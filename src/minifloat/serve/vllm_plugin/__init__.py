@@ -32,7 +32,7 @@ def register() -> None:
         log.warning("minifloat: no kernels are registered, vLLM runs without them: %s", reason)
         return
     if not vllm_plugin.ran_in(vllm_version):
-        log.warning("minifloat: the kernels fit vLLM %s by its source, and were not run in it", vllm_version)
+        log.warning("minifloat: the kernels ran with the Python code of vLLM %s, not with a build of it", vllm_version)
     from vllm import envs
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization import register_quantization_config
