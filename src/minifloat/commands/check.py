@@ -23,7 +23,10 @@ from minifloat.commands.options import (
 @click.argument("model", type=MODEL)
 @revision_option()
 @click.option(
-    "--engine", required=True, metavar="NAME", help="vllm, sglang, transformers, minifloat, mlx or llama.cpp."
+    "--engine",
+    required=True,
+    metavar="NAME",
+    help="vllm, sglang, tensorrt-llm, transformers, minifloat, mlx or llama.cpp.",
 )
 @click.option(
     "--hardware",

@@ -262,6 +262,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         "transformers:cpu",
         subject("fp8-block"),
     ),
+    "tensorrt-llm-nvidia-only": (subject("fp8-block"), "tensorrt-llm:mi300", "tensorrt-llm:h100"),
+    "tensorrt-llm-not-read": (subject("fp8-static"), "tensorrt-llm:h100", subject("fp8-static", "modelopt")),
+    "tensorrt-llm-blocks-rounded-again": (subject("fp8-block"), "tensorrt-llm:b200", "tensorrt-llm:h200"),
     "minifloat-nvidia-only": (subject("fp8"), "minifloat:mi300", "minifloat:a100"),
     "minifloat-gpu-unmeasured": (subject("fp8"), "minifloat:h100", "minifloat:cpu"),
     "minifloat-one-process": (subject("fp8"), "minifloat:cpu:tp2", "minifloat:cpu"),
@@ -423,7 +426,8 @@ def test_a_model_that_is_not_quantized_loads_everywhere() -> None:
     plain = subject("fp8", None, plain=tuple(name.rsplit(".", 1)[-1] for name in SHAPES))
     for engine in ENGINES:
         file = LoadVerdict.DEGRADED if engine == "llama.cpp" else LoadVerdict.LOADS
-        assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is file
+        machine = "h100" if engine == "tensorrt-llm" else "cpu"
+        assert judge("model", None, Case(plain, Target.of(engine, machine))).verdict is file
 
 
 def test_every_scheme_has_its_kind() -> None:

@@ -39,6 +39,7 @@ _CELLS = {
 _COMMANDS = {
     "vllm": ("bash", "vllm serve {model}"),
     "sglang": ("bash", "python -m sglang.launch_server --model-path {model}"),
+    "tensorrt-llm": ("bash", "trtllm-serve {model}"),
     "transformers": (
         "python",
         "from transformers import AutoModelForCausalLM\n\n"

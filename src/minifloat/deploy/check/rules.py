@@ -113,7 +113,7 @@ def _without_plugins_linears(case: Case) -> Case:
 rule = LoadingRule
 LOADS, DEGRADED, UNKNOWN, WRONG, REFUSED = LoadVerdict
 VLLM, SGLANG, TRANSFORMERS, MINIFLOAT = ("vllm",), ("sglang",), ("transformers",), ("minifloat",)
-MLX, LLAMA_CPP = ("mlx",), ("llama.cpp",)
+MLX, LLAMA_CPP, TENSORRT_LLM = ("mlx",), ("llama.cpp",), ("tensorrt-llm",)
 SERVERS = (*VLLM, *SGLANG)
 CT, FP8, MODELOPT = compressed_tensors.NAME, fp8.NAME, modelopt.NAME
 _FOUR_BITS = (*MXFP4_KINDS, *NVFP4_KINDS)
@@ -121,6 +121,7 @@ _NOT_GGUF = tuple(kind for kind in Kind if kind not in _FOUR_BITS)
 _PER_TENSOR = (Kind.FP8_STATIC, Kind.FP8_DYNAMIC)
 _FP8_INPUTS = (*_PER_TENSOR, Kind.FP8_BLOCK)
 _MXFP4_INPUTS = (Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
+_NOT_IN_TENSORRT_LLM = (Kind.FP8_WEIGHT_ONLY, Kind.FP8_STATIC, *MXFP8_KINDS, Kind.NVFP4)
 _MX_INPUTS = (Kind.MXFP8_W8A8, *_MXFP4_INPUTS)
 _NOT_ON_MI300 = (*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4)
 
@@ -134,6 +135,7 @@ _VLLM_KERNELS = "model_executor/kernels/linear/__init__.py"
 _ISSUE_56770 = "vllm issue 56770, open on 2026-11-28"
 _VLLM_SCHEMES = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _SGLANG = "SGLang 0.5.23: "
+_TENSORRT_LLM = "TensorRT-LLM, main branch at 21156a7a: "
 _SGLANG_SCHEMES = "layers/quantization/compressed_tensors/compressed_tensors.py"
 
 # Problems and cures of several rules.
@@ -535,6 +537,20 @@ RULES: tuple[LoadingRule, ...] = (
         "FP8 blocks are loaded only with quantized inputs",
         cure="declare inputs in groups of 128, as --scheme fp8-block does",
         source=f"{_SGLANG_SCHEMES}: _is_fp8_w8a16",
+    ),
+    # TensorRT-LLM
+    rule("tensorrt-llm-nvidia-only", TENSORRT_LLM, (*CPUS, *AMD), REFUSED, when.anything).because(
+        "TensorRT-LLM runs on NVIDIA GPUs", cure="serve it with vLLM or minifloat", source="TensorRT-LLM: README.md"
+    ),
+    rule("tensorrt-llm-not-read", TENSORRT_LLM, NVIDIA, REFUSED, weights(*_NOT_IN_TENSORRT_LLM, layout=CT)).because(
+        "of compressed-tensors it reads MXFP4, and with inputs quantized at run time FP8 in channels or blocks of "
+        "128x128 and NVFP4",
+        cure="quantize with --scheme fp8-block or fp8-dynamic; or minifloat convert --layout modelopt "
+        "(fp8-static) or mxfp8",
+        source=f"{_TENSORRT_LLM}models/quant_config_utils.py: _quant_config_from_config_group",
+    ),
+    rule("tensorrt-llm-blocks-rounded-again", TENSORRT_LLM, BLACKWELL, DEGRADED, weights(Kind.FP8_BLOCK)).because(
+        _ROUNDED_AGAIN, source="TensorRT-LLM: docs/source/features/quantization.md: the MXFP8 recipe on sm_100"
     ),
     # minifloat
     rule("minifloat-nvidia-only", MINIFLOAT, AMD, REFUSED, when.anything).because(

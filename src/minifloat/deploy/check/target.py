@@ -16,6 +16,7 @@ from minifloat.numerics.formats import E4M3
 ENGINES = {
     "vllm": "vLLM 0.33.0",
     "sglang": "SGLang 0.5.23",
+    "tensorrt-llm": "TensorRT-LLM, main branch at 008e0af8",
     "transformers": "transformers 5.24.0 with compressed-tensors 0.20.1",
     "minifloat": f"minifloat {__version__}",
     "mlx": "mlx-lm 0.32.2 with mlx 0.32.4",
@@ -29,7 +30,7 @@ LOCAL = {"mlx": mlx.NAME, "llama.cpp": gguf.NAME}
 #: Engine -> plugins of it that the rules know.
 PLUGINS = {"vllm": {"minifloat": "minifloat's kernels for linears on CPUs"}}
 
-_TARGET = re.compile(r"(?P<engine>[a-z.]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
+_TARGET = re.compile(r"(?P<engine>[a-z.-]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
 
 
 @dataclass(frozen=True)
