@@ -143,7 +143,7 @@ def test_a_budget_is_one_positive_number(bounds: dict[str, Any]) -> None:
 def test_a_target_limits_the_formats(llama: Path, text: Path, tmp_path: Path) -> None:
     report = within(llama, tmp_path / "out", text, Budget(bits=9.0), target="sglang:h100")
     assert report.rounding is not None
-    assert report.rounding["budget"]["refused_formats"] == ["mxfp8", "mxfp4"]
+    assert report.rounding["budget"]["refused_formats"] == ["mxfp8"]
     with pytest.raises(UsageError, match="no weight-only scheme suits"):
         within(llama, tmp_path / "none", text, Budget(bits=9.0), target="sglang:cpu")
 

@@ -66,9 +66,9 @@ def test_a_target_says_what_it_decided(ragged: Path, tmp_path: Path) -> None:
     changed = quantize_checkpoint(ragged, tmp_path / "a", options=QuantizeOptions(target="vllm:h100"))
     assert changed.recipe["scheme"] == "fp8-dynamic"
     assert "the default fp8-block loads not on vllm:h100" in changed.notes[0]
-    kept = quantize_checkpoint(STORYBOOK, tmp_path / "b", options=QuantizeOptions(target="vllm:h100"))
+    kept = quantize_checkpoint(STORYBOOK, tmp_path / "b", options=QuantizeOptions(target="vllm:l40s"))
     assert kept.recipe["scheme"] == "fp8-block"
-    assert kept.notes[1].startswith("vllm:h100: loads as fp8-block (FP8 in 128x128 blocks with ")
+    assert kept.notes[1].startswith("vllm:l40s: loads as fp8-block (FP8 in 128x128 blocks with ")
     with pytest.raises(UsageError, match=r"will not load: .*; --scheme fp8-dynamic loads on vllm:h100"):
         quantize_checkpoint(ragged, tmp_path / "c", "fp8-block", QuantizeOptions(target="vllm:h100"))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from minifloat.deploy.check import vllm_plugin
 from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, NVFP4_KINDS, Case, Kind
 from minifloat.deploy.check.target import BEFORE_BLACKWELL, CPUS, LOCALS, NVIDIA
-from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, mlx, modelopt
+from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, mlx
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,6 @@ KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel("sglang", NVIDIA, (Kind.NVFP4,), "CompressedTensorsW4A16Fp4 (Marlin)", _WEIGHT_ONLY, layout=_CT),
     EngineKernel("sglang", BEFORE_BLACKWELL, (Kind.NVFP4_W4A4,), "CompressedTensorsW4A16Fp4", _WEIGHT_ONLY, layout=_CT),
     EngineKernel("sglang", ("b200",), (Kind.NVFP4_W4A4,), "CompressedTensorsW4A4Fp4", "NVFP4 inputs", layout=_CT),
-    EngineKernel("tensorrt-llm", _HOPPER, (Kind.FP8_DYNAMIC,), "FP8RowwiseLinearMethod", _FP8_INPUTS, layout=_CT),
-    EngineKernel("tensorrt-llm", (*_HOPPER, "b200"), (Kind.FP8_BLOCK,), "FP8BlockScalesLinearMethod", _FP8_INPUTS),
-    EngineKernel("tensorrt-llm", _ADA_UP, (Kind.FP8_STATIC,), "FP8QDQLinearMethod", _FP8_INPUTS, layout=modelopt.NAME),
-    EngineKernel("tensorrt-llm", ("b200",), (Kind.NVFP4_W4A4,), "NVFP4LinearMethod", "NVFP4 inputs"),
-    EngineKernel("tensorrt-llm", _HOPPER, (Kind.MXFP4,), "W4A16_MXFP4 experts", _WEIGHT_ONLY, layout=_GPT_OSS),
-    EngineKernel("tensorrt-llm", ("b200",), (Kind.MXFP4,), "W4A8_MXFP4_MXFP8 experts", "MXFP8 inputs", layout=_GPT_OSS),
     EngineKernel("transformers", (*NVIDIA, "mi300"), tuple(Kind), "torch's BF16 linear", _DECODED, layout=_CT),
     EngineKernel("transformers", ("a100",), (Kind.FP8_BLOCK, Kind.OTHER), "torch's BF16 linear", _DECODED, layout=_FP8),
     EngineKernel(
