@@ -141,6 +141,8 @@ class Planner:
             require_share(plan)
         if self.converted_to is not None:
             check_schemes(self.converted_to, dict.fromkeys(plan.modules.values()))
+            if self._target is not None:
+                self._report(plan, self._target).require_loadable()
         return plan if self.decoded is None else with_dequantized_copies(plan, self.decoded)
 
     def with_overrides(self, overrides: Sequence[Override]) -> Planner:
@@ -155,8 +157,6 @@ class Planner:
         if scheme is None:
             scheme, notes = self._default(get_scheme(DEFAULT_SCHEME))
         plan = self._plan(scheme)
-        if self.converted_to is not None and self._target is not None:
-            self._report(plan, self._target).require_loadable()
         self.caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
         return plan, notes
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.checkpoint.tensors import DTYPES
 from minifloat.errors import ConversionError, ShapeError
 from minifloat.model.architecture.roles import EXPERTS
 from minifloat.model.layouts import Description, StoredWeight
@@ -291,8 +292,12 @@ def bytes_of(checkpoint: Checkpoint, tensor: FileTensor, check: Callable[[str, V
         if isinstance(source, StoredWeight):
             values = read_rows(checkpoint, source, 0, source.shape[0])[rows]
         else:
-            values = _plain(checkpoint, piece, rows)
+            plain = _plain(checkpoint, piece, rows)
+            values = widen(plain.reshape(-1).view(np.uint8), source.dtype).reshape(plain.shape)
             check(source.name, values)
+            if source.dtype == tensor.type and not piece.place.shift:
+                part[...] = plain.view(np.uint8).reshape(part.shape)
+                continue
         values = np.ascontiguousarray(values) + np.float32(piece.place.shift) if piece.place.shift else values
         stored = gguf.quants.quantize(np.ascontiguousarray(values), kind)
         if isinstance(source, StoredWeight) or source.dtype != tensor.type:
@@ -306,10 +311,10 @@ def _one_expert(tensor: FileTensor) -> tuple[int, ...]:
 
 
 def _plain(checkpoint: Checkpoint, piece: Piece, rows: Rows) -> Values:
-    """Return a plain tensor in float32, its rows in the order of the file."""
+    """Return a plain tensor as integers of its bits, its rows in the order of the file."""
     info = piece.source
     assert isinstance(info, TensorInfo)
-    values: Values = widen(checkpoint.read(info.name), info.dtype).reshape(info.shape)
+    values: Values = checkpoint.read(info.name).view(f"u{DTYPES[info.dtype] // 8}").reshape(info.shape)
     if piece.transposed:
         values = values.swapaxes(-1, -2)
-    return values[:, rows] if row_axis(values.shape, piece.place.name) else values[rows]
+    return np.ascontiguousarray(values[:, rows] if row_axis(values.shape, piece.place.name) else values[rows])
