@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import Budget, QuantizeOptions
 from minifloat.quantize.report import QuantizeReport
-from minifloat.quantize.rounding.budget import SearchCost, _Search
-from minifloat.quantize.rounding.budget_formats import Group, Groups
+from minifloat.quantize.rounding.budget import _Search
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
@@ -55,7 +53,10 @@ def test_the_output_has_the_bits_of_the_budget_and_says_what_it_chose(llama: Pat
     assert report.rounding is not None
     found = report.rounding["budget"]
     assert 5.0 < found["bits_per_weight"] <= 6.0
-    assert found["measured"][1]["kl"] < found["measured"][0]["kl"]
+    assert len(found["measured"]) == 1  # the damage of nearest codes chooses, before anything is rounded
+    for group in found["groups"]:
+        damage = group["damage"]
+        assert damage["mxfp4"] > damage["nvfp4"] > damage["fp8"] > 0
     assert len({group["format"] for group in found["groups"]}) > 1
     assert found["engines"][0].startswith("minifloat")
     assert "budget.svg" in (tmp_path / "out" / "README.md").read_text()
@@ -172,7 +173,8 @@ def test_the_model_is_the_nearest_of_all_attempts(
         add(search, choice, next(made_up))
         search.measured[-1] = replace(search.measured[-1], bits=next(bits))
 
-    choices = iter([[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0, 1, 0], None])
+    some = [[0] * 8, [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 0, 1, 0]]
+    choices = iter([*some, None])
     monkeypatch.setattr(_Search, "add", of_attempt)
     monkeypatch.setattr(_Search, "choose", lambda _: next(choices))
     passes = count_passes(monkeypatch)
@@ -186,26 +188,3 @@ def test_the_model_is_the_nearest_of_all_attempts(
     assert richer == {1: [True] * 4 + [False] * 4, 3: [True, False] * 4}[best]
     overrides = {override.split("=")[1] for override in report.recipe["overrides"]}
     assert overrides == {name for name in (g["format"] for g in found["groups"]) if name != report.recipe["scheme"]}
-
-
-def test_the_search_takes_bounded_time_and_disk_in_deep_models() -> None:
-    def cost(layers: int, width: int) -> SearchCost:
-        kinds = ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
-        named = [
-            Group(f"model.layers.{i}.{kind}", (), (kind,), width * width, ()) for i in range(layers) for kind in kinds
-        ]
-        return SearchCost.of(Groups(tuple(named), (), 0, 0, 0), {"hidden_size": width})
-
-    assert cost(12, 576).tokens == 4096
-    assert cost(80, 8192).tokens == 512
-    assert cost(80, 8192).disk < 11e9
-    assert cost(160, 8192).disk < 22e9
-
-
-def test_a_search_for_which_the_disk_has_no_room_is_refused_before_text_is_written(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 0, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"measuring the damage of 8 groups .* make room"):
-        quantize_checkpoint(llama, tmp_path / "out", None, QuantizeOptions(budget=Budget(max_kl=0.1)), data="self")
-    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,6 @@ from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.preview import preview_quantization
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounding import input_choice
-from minifloat.quantize.rounding.budget_formats import Group, Groups
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
@@ -144,23 +143,6 @@ def test_a_target_that_does_not_load_the_mixture_gets_one_scheme(
     report = quantize(llama, tmp_path / "out", text)
     assert report.recipe["scheme"] == "fp8"
     assert len(wide_modules(tmp_path / "out")) == 14
-
-
-def test_groups_of_adjacent_layers_are_measured_together_in_deep_models() -> None:
-    kinds = ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
-    groups = tuple(
-        Group(f"model.layers.{layer}.{kind}", (kind,), (f"{layer}.{kind}",), 1, ())
-        for layer in range(80)
-        for kind in kinds
-    )
-    parts = frozenset(part for group in groups for part in group.parts)
-    joined, together = input_choice.joined_groups(Groups(groups, (), 0, 0, 0), parts)
-    assert together > 1
-    assert len(joined.groups) * 40 * 1024 <= 4 << 20
-    assert sum(len(group.parts) for group in joined.groups) == 320
-    assert all(len({part.split(".", 1)[1] for part in group.parts}) == 1 for group in joined.groups)
-    small, together = input_choice.joined_groups(Groups(groups[:120], (), 0, 0, 0), parts)
-    assert (small.groups, together) == (groups[:120], 1)
 
 
 def test_without_data_a_small_model_is_told_what_is_known(llama: Path, tmp_path: Path) -> None:

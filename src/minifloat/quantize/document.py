@@ -391,7 +391,7 @@ def _budget_section(record: Record) -> Section:
         Table(columns("run", "bits per weight", "KL predicted", "KL measured"), rows),
         Text(
             f"Groups of weights by format: {', '.join(f'{name} {count}' for name, count in formats.most_common())}. "
-            "Run 1 has the cheapest format everywhere; minifloat.json has the damage of each group."
+            "minifloat.json has the damage of each group."
         ),
         on=_WRITTEN,
     )

@@ -14,7 +14,7 @@ from minifloat.deploy.check.judge import EngineVerdict
 from minifloat.model.architecture.families import unknown_family_notes
 from minifloat.model.plan.tensor_plan import QuantizationPlan, QuantizedShare
 from minifloat.numerics.scheme import Scheme, get_scheme
-from minifloat.quantize.estimate import Search, visited_share
+from minifloat.quantize.estimate import Search
 from minifloat.quantize.options import DEFAULT_OPTIONS, Budget, QuantizeOptions
 from minifloat.quantize.planner import Planner, planned_source
 from minifloat.quantize.report import TensorsReport
@@ -158,14 +158,14 @@ def _inputs_search(
 
     if data.hessians is not None or not chooses_inputs(scheme, plan):
         return None
-    return inputs_search(plan, checkpoint.config, visited_share(checkpoint.config))
+    return inputs_search(plan, checkpoint.config)
 
 
 def _within_budget(
     planner: Planner, scheme: Scheme | None, budget: Budget
 ) -> tuple[QuantizationPlan, tuple[str, ...], Search]:
     """Return the plan in the cheapest format, a note on it, and what the search for a mixture takes."""
-    from minifloat.quantize.rounding.budget import SearchCost, require_feasible
+    from minifloat.quantize.rounding.budget import budget_search, require_feasible
     from minifloat.quantize.rounding.budget_formats import find_formats
 
     formats = find_formats(planner.checkpoint, planner.plan, scheme, planner.overrides, planner.options.target)
@@ -175,7 +175,7 @@ def _within_budget(
         f"Sizes are those of {formats.scheme.name} everywhere, the least. The mixture within {budget} depends on what "
         "text shows."
     )
-    return plan, (note,), SearchCost.of(formats.groups, config).search(plan, budget, config)
+    return plan, (note,), budget_search(formats, plan, budget, config)
 
 
 def _cost(

@@ -18,11 +18,11 @@ from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.amount import require_tokens, widest
 from minifloat.quantize.cost import WORK_SUFFIX, beside, cost_of
 from minifloat.quantize.data import DataOptions, RoundedOutput, source_gains, source_warnings
-from minifloat.quantize.estimate import Search, visited_share
+from minifloat.quantize.estimate import Search
 from minifloat.quantize.options import Budget
 from minifloat.quantize.own_text import prepare_texts
 from minifloat.quantize.planner import PlannedRun, Planner
-from minifloat.quantize.rounding.budget import SearchCost, require_feasible, round_within_budget
+from minifloat.quantize.rounding.budget import budget_search, require_feasible, round_within_budget
 from minifloat.quantize.rounding.budget_formats import find_formats, loads_alike
 from minifloat.quantize.rounding.input_choice import ATTEMPTS, chooses_inputs, input_choice, inputs_search
 from minifloat.quantize.rounding.output_moments import OutputMoments
@@ -83,12 +83,12 @@ def default_output(
 ) -> Iterator[tuple[Planner, QuantizationPlan, RoundedOutput]]:
     """Choose which inputs the default scheme rounds, and codes; the work is kept if the block is left with an error."""
     checkpoint, work_dir = planner.checkpoint, beside(destination, WORK_SUFFIX)
-    visited = visited_share(checkpoint.config)
-    search = inputs_search(plan, checkpoint.config, visited)
+    search = inputs_search(plan, checkpoint.config)
     texts, record = _texts(checkpoint, plan, data, destination, progress, search)
     with ExitStack() as stack:
-        measured = input_choice(checkpoint, plan, texts.kept, data.rounding, work_dir, visited, progress)
-        choice, moments = stack.enter_context(measured), stack.enter_context(OutputMoments(work_dir))
+        moments = stack.enter_context(OutputMoments(work_dir))
+        measured = input_choice(checkpoint, plan, texts, data.rounding, work_dir, moments, progress)
+        choice = stack.enter_context(measured)
         for attempt in range(ATTEMPTS):
             choice.choose(partial(_loads, planner, plan), last=attempt == ATTEMPTS - 1)
             scheme, overrides = choice.recipe()
@@ -131,10 +131,8 @@ def budgeted_output(
     checkpoint, overrides = planner.checkpoint, planner.overrides
     formats = find_formats(checkpoint, planner.plan, scheme, overrides, planner.options.target)
     require_feasible(budget, formats.groups)
-    cost = SearchCost.of(formats.groups, checkpoint.config)
-    cost.require_disk(destination.absolute().parent)
     plan = planner.plan(formats.scheme, overrides)
-    search = cost.search(plan, budget, checkpoint.config)
+    search = budget_search(formats, plan, budget, checkpoint.config)
     texts, record = _texts(checkpoint, plan, data, destination, progress, search)
     with round_within_budget(
         checkpoint,

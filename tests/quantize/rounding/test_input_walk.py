@@ -21,12 +21,11 @@ from minifloat.numerics.activation import dequantize_activation, quantize_activa
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.rounding import stage_inputs
 from minifloat.quantize.rounding.damage import token_divergence
-from minifloat.quantize.rounding.input_walk import Stream, measured_losses
+from minifloat.quantize.rounding.input_walk import INPUTS, WEIGHTS, measured_losses
 from minifloat.quantize.rounding.methods import Grid, RoundingOptions
 
 MakeModel = Callable[..., Path]
 SCHEME = SCHEMES["fp8-dynamic"]
-DOWN = frozenset({"model.layers.1.mlp.down_proj"})
 
 
 @torch.inference_mode()
@@ -60,26 +59,19 @@ def test_each_loss_is_that_of_a_whole_model(
     with Checkpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, SCHEME, get_writer("compressed-tensors"))
         every = frozenset(plan.modules)
-        streams = [
-            Stream("all", every, nearest=True),
-            Stream("down", DOWN),
-            Stream("weights", frozenset(), nearest=True),
-            Stream("nothing", frozenset()),
-        ]
-        with measured_losses(checkpoint, plan, text, streams, RoundingOptions(), tmp_path / "work") as found:
+        with measured_losses(checkpoint, plan, text, RoundingOptions(), tmp_path / "work") as found:
             assert (tmp_path / "work").exists()
     assert not (tmp_path / "work").exists()
-    assert rounded.call_count == (2 * 4 + 1) * len(text.sequences)  # in two layers q/k/v, o, gate/up, down; down alone
-    assert found.keys() == {"all", "down", "weights"}
-    original, down, nearest = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(3))
-    round_inputs(down, DOWN)
+    assert rounded.call_count == 2 * 4 * len(text.sequences)  # in two layers q/k/v, o, gate/up, down
+    original, nearest = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
     for module in every:
         weight = nearest.get_parameter(f"{module}.weight").data
         weight.copy_(Grid.of(weight, SCHEME.weight, None).nearest.dequantize())
-    expected = {"down": losses(original, down, text), "weights": losses(original, nearest, text)}
+    expected = {WEIGHTS: losses(original, nearest, text)}
     round_inputs(nearest, every)
-    expected["all"] = losses(original, nearest, text)
+    expected[INPUTS] = losses(original, nearest, text)
+    assert found.keys() == expected.keys()
     for name, (kl, changed) in expected.items():
         assert found[name].kl == pytest.approx(kl, rel=2e-3)
         assert found[name].disagreement == pytest.approx(changed, abs=0.02)
-    assert found["down"].kl < found["all"].kl
+    assert found[WEIGHTS].kl < found[INPUTS].kl

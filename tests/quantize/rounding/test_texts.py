@@ -15,7 +15,6 @@ from minifloat.model.layouts import get_writer
 from minifloat.model.plan.quantization import make_plan
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.estimate import DEFAULT_TEXT, Tokens
-from minifloat.quantize.rounding.damage import GroupsToMeasure
 from minifloat.quantize.rounding.methods import RoundingOptions, get_method
 from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.texts import SplitText
@@ -48,18 +47,17 @@ def test_few_sequences_still_have_three_parts_or_are_refused() -> None:
 def run(folder: Path, work: Path, reported: CalibrationSet, method: str) -> tuple[Any, ...]:
     """Codes and rows, what was measured to choose, and what was reported."""
     options, texts = RoundingOptions(get_method(method)), SplitText(KEPT, CHOOSING, reported)
-    groups = GroupsToMeasure({"down": ["model.layers.0.mlp.down_proj"]}, [SCHEMES["mxfp4"]])
     with Checkpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, SCHEMES["mxfp4"], get_writer("compressed-tensors"))
-        with round_checkpoint(checkpoint, plan, texts, options, work, groups=groups) as rounded:
+        with round_checkpoint(checkpoint, plan, texts, options, work) as rounded:
             names = [tensor.name for row in plan.tensors for tensor in row.outputs if tensor.name in rounded]
             tensors = {name: rounded.read(name).tobytes() for name in names}
-            facts = (dict(rounded.weights), rounded.folds, rounded.choosing, rounded.damage)
+            facts = (dict(rounded.weights), rounded.folds, rounded.choosing)
             return tensors, facts, dict(rounded.held_out)
 
 
 @pytest.mark.parametrize("method", ["match", "gptq"])
-def test_reported_text_changes_no_code_fold_factor_or_damage(tmp_path: Path, method: str) -> None:
+def test_reported_text_changes_no_code_fold_or_factor(tmp_path: Path, method: str) -> None:
     folder = write_model(tmp_path / "llama", "llama")
     one, other = (run(folder, tmp_path / "work", make_text(3, seed=seed), method) for seed in (2, 3))
     assert one[0] == other[0]

@@ -1,15 +1,15 @@
 """`round_within_budget`: choose a format for each group of weights by measured damage, and round in this mixture.
 
-The model is first rounded in the cheapest format.
+The damage of nearest codes says how groups and formats compare. How much less a method loses is known once a model is
+rounded: a bound on the KL divergence begins with the cheapest format.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,18 @@ import numpy.typing as npt
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
-from minifloat.model.architecture.roles import text_config
-from minifloat.model.plan.overrides import KEEP, Override
+from minifloat.model.plan.overrides import KEEP
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import Scheme
-from minifloat.quantize.estimate import Search
+from minifloat.quantize.estimate import Search, Work, visited_share
 from minifloat.quantize.options import Budget
-from minifloat.quantize.rounding.budget_formats import Formats, Group, Groups, mixture
-from minifloat.quantize.rounding.damage import GroupsToMeasure, damage_tokens
+from minifloat.quantize.rounding.budget_formats import Formats, Group, Groups
+from minifloat.quantize.rounding.group_damage import DAMAGE_TOKENS, Change, DamageRequest, Damages
 from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import RoundedModel
-from minifloat.quantize.rounding.run import round_checkpoint
+from minifloat.quantize.rounding.run import measure_damage, round_checkpoint
 from minifloat.quantize.rounding.texts import SplitText
-from minifloat.report.text import size_text
 
 #: Largest number of units of the table.
 _LARGEST_TABLE = 1 << 16
@@ -128,11 +126,10 @@ class WithinBudget:
     budget: Budget
     formats: Formats
     chosen: tuple[Scheme | None, ...]  # the format of each group; None: kept as it is
-    damages: tuple[tuple[float, ...], ...]  # for each group the damage of each of its options, in nats per token
+    damages: Sequence[Sequence[float]]  # for each group the damage of each of its options, in nats per token
     frontier: tuple[tuple[float, float], ...]
     measured: tuple[MeasuredMixture, ...]
     result: MeasuredMixture  # that of the model
-    tokens: int
 
     @property
     def reached(self) -> bool:
@@ -147,10 +144,13 @@ class WithinBudget:
         """Return sentences for the user."""
         counts = ", ".join(f"{name} for {count}" for name, count in self.counts().items())
         result, notes = self.result, []
+        others = ""
+        if len(self.measured) > 1:
+            first = f"{self.measured[0].kl:.4f} with {self.formats.scheme.name} alone"
+            others = f", {result.predicted:.4f} predicted, {first}"
         notes.append(
             f"Budget of {self.budget}: {result.bits:.3f} bits per weight, {counts} of {len(self.chosen)} groups of "
-            f"weights; KL {result.kl:.4f} nats, {result.predicted:.4f} predicted, {self.measured[0].kl:.4f} with "
-            f"{self.formats.scheme.name} alone. The mixture was chosen from formats that load in "
+            f"weights; KL {result.kl:.4f} nats{others}. The mixture was chosen from formats that load in "
             f"{', '.join(self.formats.engines)}."
         )
         if not self.reached:
@@ -168,7 +168,7 @@ class WithinBudget:
             "reached": self.reached,
             "engines": list(self.formats.engines),
             "refused_formats": list(self.formats.refused),
-            "tokens": self.tokens,
+            "tokens": DAMAGE_TOKENS,
             "measured": [vars(mixture) for mixture in self.measured],
             "frontier": [list(point) for point in self.frontier],
             "groups": [
@@ -195,29 +195,19 @@ def round_within_budget(
     progress: Progress | None = None,
 ) -> Iterator[WithinBudget]:
     """Round a model in the mixture of formats with the least damage within a budget."""
-    groups, planner, user = formats.groups, formats.planner, formats.user
-    request = GroupsToMeasure(
-        {group.name: group.parts for group in groups.groups},
-        list(dict.fromkeys(o.scheme for group in groups.groups for o in group.options if o.scheme is not None)),
-        damage_tokens(len(groups.groups), groups.layers),
-    )
     with ExitStack() as stack:
         moments = stack.enter_context(OutputMoments(work_dir))
-
-        def rounded(plan: QuantizationPlan, run: int) -> RoundedModel:
-            folder = work_dir.with_name(f"{work_dir.name}-{run}")
-            report = None if progress is None else partial(_report, progress, run)
-            measured = request if run == 0 else None
-            return stack.enter_context(
-                round_checkpoint(checkpoint, plan, texts, options, folder, report, measured, moments)
-            )
-
-        attempts = [_Attempt(planner(formats.scheme, user), rounded(planner(formats.scheme, user), 0))]
-        search = _Search(budget, groups, attempts[0].model, formats.scheme)
-        search.add(search.cheapest, attempts[0].model.choosing["method"])
-        while len(attempts) <= _ATTEMPTS and (choice := search.choose()) is not None and choice != search.choices[-1]:
-            plan = planner(*_recipe(groups, search.schemes(choice), user, formats.scheme))
-            attempts.append(_Attempt(plan, rounded(plan, len(attempts))))
+        report = None if progress is None else partial(_report, progress, "measuring damage")
+        damages = measure_damage(checkpoint, _request(formats), texts, options, moments, report)
+        search, attempts = _Search(budget, formats.groups, damages), list[_Attempt]()
+        while len(attempts) <= _ATTEMPTS and (choice := search.choose()) is not None:
+            if choice in search.choices[-1:]:
+                break
+            plan = formats.plan(search.schemes(choice))
+            folder = work_dir.with_name(f"{work_dir.name}-{len(attempts)}")
+            report = None if progress is None else partial(_report, progress, f"mixture {len(attempts) + 1}")
+            rounding = round_checkpoint(checkpoint, plan, texts, options, folder, report, moments)
+            attempts.append(_Attempt(plan, stack.enter_context(rounding)))
             search.add(choice, attempts[-1].model.choosing["method"])
         best = search.best()
         yield WithinBudget(
@@ -226,12 +216,25 @@ def round_within_budget(
             budget,
             replace(formats, groups=search.groups),
             search.schemes(search.choices[best]),
-            search.damages,
+            search.scaled_damages(),
             search.curve(),
             tuple(search.measured),
             search.measured[best],
-            int(attempts[0].model.damage["tokens"]),
         )
+
+
+def _request(formats: Formats) -> DamageRequest:
+    """Return the damages to measure: of each group in each of its formats."""
+    groups = formats.groups.groups
+    changes = {
+        scheme.name: Change(formats.plan([scheme if scheme in _schemes(group) else formats.scheme for group in groups]))
+        for scheme in dict.fromkeys(scheme for group in groups for scheme in _schemes(group))
+    }
+    return DamageRequest({group.name: group.parts for group in groups}, changes)
+
+
+def _schemes(group: Group) -> list[Scheme]:
+    return [option.scheme for option in group.options if option.scheme is not None]
 
 
 @dataclass(frozen=True)
@@ -240,8 +243,8 @@ class _Attempt:
     model: RoundedModel
 
 
-def _report(progress: Progress, run: int, done: int, total: int, what: str) -> None:
-    progress(done, total, f"{'measuring damage' if run == 0 else f'mixture {run}'}: {what}")
+def _report(progress: Progress, run: str, done: int, total: int, what: str) -> None:
+    progress(done, total, f"{run}: {what}")
 
 
 def require_feasible(budget: Budget, groups: Groups) -> None:
@@ -261,36 +264,16 @@ def require_feasible(budget: Budget, groups: Groups) -> None:
         )
 
 
-@dataclass(frozen=True)
-class SearchCost:
-    """What it takes to measure the damage of all groups."""
-
-    groups: int
-    tokens: int
-    disk: int  # bytes beside the output while a layer runs: the hidden states before and behind it
-
-    @classmethod
-    def of(cls, groups: Groups, config: Mapping[str, Any]) -> SearchCost:
-        """Return the cost for a model in 16 bits: two streams per group."""
-        count = len(groups.groups)
-        tokens, width = damage_tokens(count, groups.layers), int(text_config(config).get("hidden_size", 0))
-        return cls(count, tokens, 2 * 2 * count * tokens * width * 2)
-
-    def search(self, plan: QuantizationPlan, budget: Budget, config: Mapping[str, Any]) -> Search:
-        """Return the cost as part of that of a run."""
-        streams = [(self.tokens, 50)] * (2 * self.groups)
-        shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
-        what = f"the damage of {self.groups} groups of weights is"
-        return Search.of_streams(what, streams, shapes, config, 1 if budget.max_kl is None else _ATTEMPTS)
-
-    def require_disk(self, folder: Path) -> None:
-        """Refuse a search for which the disk has no room, before any text is written."""
-        free = shutil.disk_usage(folder).free
-        if self.disk > free:
-            raise UsageError(
-                f"{folder}: measuring the damage of {self.groups} groups of weights takes {size_text(self.disk)} of "
-                f"disk, and {size_text(free)} are free: make room, or mix formats by hand (--override)"
-            )
+def budget_search(formats: Formats, plan: QuantizationPlan, budget: Budget, config: Mapping[str, Any]) -> Search:
+    """Return what it takes to choose a mixture, beside rounding in a plan once."""
+    groups = formats.groups.groups
+    shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+    weights, count = sum(map(math.prod, shapes.values())), len(_request(formats).changes)
+    products = 2.0 * weights * DAMAGE_TOKENS * visited_share(config) * (count + 1)
+    work = Work(forward=products, cast=float(weights) * count)
+    return Search(
+        f"the damage of {len(groups)} groups of weights is", work, 0, 0 if budget.max_kl is None else _ATTEMPTS
+    )
 
 
 def allowed_bytes(budget: Budget, groups: Groups) -> int | None:
@@ -307,55 +290,39 @@ def _as_budget(budget: Budget, groups: Groups, group_bytes: int) -> str:
     return f"{math.ceil(groups.bits(group_bytes) * 1000) / 1000:g} bits per weight"
 
 
-def _recipe(
-    groups: Groups, chosen: Sequence[Scheme | None], user: Sequence[Override], cheapest: Scheme
-) -> tuple[Scheme, list[Override]]:
-    """Return the scheme that most weights have, and the overrides for all others."""
-    weights: dict[Scheme, int] = {}
-    for group, scheme in zip(groups.groups, chosen, strict=True):
-        if scheme is not None:
-            weights[scheme] = weights.get(scheme, 0) + group.weights
-    default = max(weights, key=lambda scheme: weights[scheme], default=cheapest)
-    return default, [*user, *mixture(groups, chosen, default)]
-
-
 def _name(scheme: Scheme | None) -> str:
     return KEEP if scheme is None else scheme.name
 
 
-@dataclass
 class _Search:
     """The damages, and the choices that they lead to."""
 
-    budget: Budget
-    groups: Groups
-    first: RoundedModel
-    scheme: Scheme
-    measured: list[MeasuredMixture] = field(default_factory=list)
-    choices: list[Sequence[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.groups = _measurable(self.groups, self.first.damage["given_back"])
-        self.damages = tuple(_damages(self.groups.groups, self.first, self.scheme))
+    def __init__(self, budget: Budget, groups: Groups, damages: Damages) -> None:
+        self.budget, self.groups = budget, _measurable(groups, damages)
+        self.measured: list[MeasuredMixture] = []
+        self.choices: list[Sequence[int]] = []
+        self._damages = [
+            [0.0 if o.scheme is None else damages.get(group.name, {}).get(o.scheme.name, 0.0) for o in group.options]
+            for group in self.groups.groups
+        ]
         costs = [[option.nbytes for option in group.options] for group in self.groups.groups]
-        self._frontier = Frontier(costs, self.damages)
-        self._aim = 1.0
-
-    @property
-    def cheapest(self) -> list[int]:
-        """The choice of the cheapest format everywhere."""
-        return [0] * len(self.groups.groups)
+        self._frontier = Frontier(costs, self._damages)
+        self._scale = 1.0  # KL divergence that was measured last over the damage of nearest codes
+        self._bound = math.inf  # of the damage of nearest codes
 
     def schemes(self, choice: Sequence[int]) -> tuple[Scheme | None, ...]:
         return tuple(group.options[option].scheme for group, option in zip(self.groups.groups, choice, strict=True))
 
     def add(self, choice: Sequence[int], kl: float) -> None:
-        bits = self.groups.bits(self._frontier.cost(choice))
-        predicted = self._frontier.damage(choice)
+        """Take what a mixture measured; the damages become those of the method, as far as the first one shows."""
+        damage = self._frontier.damage(choice)
+        scale = kl / damage if damage > 0 and kl > 0 else self._scale
+        predicted = damage * (self._scale if self.measured else scale)
         self.choices.append(choice)
-        self.measured.append(MeasuredMixture(bits, kl, predicted))
-        if kl > 0:
-            self._aim = min(self._aim, _MARGIN * predicted / kl)
+        self.measured.append(MeasuredMixture(self.groups.bits(self._frontier.cost(choice)), kl, predicted))
+        self._scale = scale
+        if self.budget.max_kl is not None:
+            self._bound = min(self._bound, _MARGIN * self.budget.max_kl / scale)
 
     def best(self) -> int:
         """Return the number of the attempt that keeps the bound with fewest bits, or is nearest."""
@@ -370,14 +337,14 @@ class _Search:
     def choose(self) -> list[int] | None:
         """Return the next choice; None: the last one stays."""
         if self.budget.max_kl is None:
-            if len(self.measured) > 1:
-                return None
             allowed = allowed_bytes(self.budget, self.groups)
             assert allowed is not None
-            return self._frontier.within(allowed)
+            return None if self.measured else self._frontier.within(allowed)
+        if not self.measured:
+            return [0] * len(self.groups.groups)
         if self.measured[-1].kl <= self.budget.max_kl:
             return None
-        choice = self._frontier.reaching(self._aim * self.budget.max_kl)
+        choice = self._frontier.reaching(self._bound)
         if choice is None or not any(self.schemes(choice)):
             best = min(self.measured, key=lambda mixture: mixture.kl)
             raise UsageError(
@@ -386,40 +353,22 @@ class _Search:
             )
         return choice
 
+    def scaled_damages(self) -> list[list[float]]:
+        """Return for each group the damage of each option, as far as the last measurement shows."""
+        return [[self._scale * damage for damage in of_group] for of_group in self._damages]
+
     def curve(self) -> tuple[tuple[float, float], ...]:
         """Return bits per weight, and the least KL divergence that the damages predict."""
-        return tuple((self.groups.bits(cost), damage) for cost, damage in self._frontier.points())
+        return tuple((self.groups.bits(cost), self._scale * damage) for cost, damage in self._frontier.points())
 
 
-def _measurable(groups: Groups, given_back: Mapping[str, float]) -> Groups:
+def _measurable(groups: Groups, damages: Damages) -> Groups:
     """Return the groups, of which those without a measurement keep the cheapest format."""
 
     def limited(group: Group) -> Group:
-        options = group.options if group.name in given_back else group.options[:1]
-        return replace(group, options=options)
+        return group if group.name in damages else replace(group, options=group.options[:1])
 
     return replace(groups, groups=tuple(map(limited, groups.groups)))
-
-
-def _damages(groups: Sequence[Group], first: RoundedModel, scheme: Scheme) -> Iterator[tuple[float, ...]]:
-    """Yield for each group the damage of each option; those of the cheapest format add up to the KL divergence."""
-    whole, given_back, alone = first.damage["kl"], first.damage["given_back"], first.damage["alone"]
-    # A method that follows the quantized model corrects part of an error in later groups. Giving a group back leaves
-    # the corrections without the error, the group alone has the error without them: in the mean of both, the two
-    # cancel.
-    gains = {name: max((whole - given_back[name] + alone[name]) / 2, 0.0) for name in given_back}
-    share = first.choosing["method"] / (sum(gains.values()) or 1.0)
-    for group in groups:
-        errors: dict[str, float] = {}
-        for part in group.parts:
-            for name, error in first.weights.get(part, {}).get("format_errors", {}).items():
-                errors[name] = errors.get(name, 0.0) + error
-        largest = errors.get(scheme.name) or 1.0
-        damage = share * gains.get(group.name, 0.0)
-        yield tuple(
-            0.0 if option.scheme is None else damage * errors.get(option.scheme.name, largest) / largest
-            for option in group.options
-        )
 
 
 def budget_chart(result: WithinBudget) -> str:

@@ -57,11 +57,6 @@ class Groups:
     counted_weights: int
     counted_bytes: int
 
-    @property
-    def layers(self) -> int:
-        """Number of layers that have groups."""
-        return len({kind_and_layer(group)[1] for group in self.groups})
-
     def bits(self, group_bytes: int) -> float:
         """Return the bits per counted weight if the groups take `group_bytes`."""
         return 8 * (group_bytes + self.counted_bytes) / max(self.counted_weights, 1)
@@ -111,12 +106,6 @@ def is_experts(group: Group) -> bool:
     return expert_group(group.parts[0]) is not None
 
 
-def kind_and_layer(group: Group) -> tuple[str, int]:
-    """Return the name of a group without the number of its layer, and that number; 0 outside of layers."""
-    kind, *numbers = re.split(r"\.(\d+)\.", group.name, maxsplit=1)
-    return (f"{kind}.*.{numbers[1]}", int(numbers[0])) if numbers else (group.name, 0)
-
-
 def _weights(tensor: TensorPlan) -> int:
     count = 1
     for size in tensor.source.shape:
@@ -152,6 +141,15 @@ class Formats:
     groups: Groups
     engines: tuple[str, ...]
     refused: tuple[str, ...]
+
+    def plan(self, chosen: Sequence[Scheme | None]) -> QuantizationPlan:
+        """Return the plan that gives each group its format; the scheme is that of most weights."""
+        weights: dict[Scheme, int] = {}
+        for group, scheme in zip(self.groups.groups, chosen, strict=True):
+            if scheme is not None:
+                weights[scheme] = weights.get(scheme, 0) + group.weights
+        default = max(weights, key=lambda scheme: weights[scheme], default=self.scheme)
+        return self.planner(default, [*self.user, *mixture(self.groups, chosen, default)])
 
 
 def find_formats(

@@ -1,15 +1,15 @@
 """Chooses which inputs a scheme rounds, so that the model is predicted to keep the bounds of the verdict.
 
-Before anything is rounded, `measured_losses` measures what rounding all inputs costs, and if that may be too much, what
-rounding those of each group costs. The damages of groups add up, as in a budget. Inputs stay in 16 bits for the groups
-with the least weights that suffice, or for all groups if these have most of the weights.
+Before anything is rounded, `measured_losses` measures what rounding all inputs costs, and if that may be too much,
+`measure_damage` what rounding those of each group costs. The damages of groups add up, as in a budget. Inputs stay in
+16 bits for the groups with the least weights that suffice, or for all groups if these have most of the weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.numerics.scheme import SCHEMES, Scheme
-from minifloat.quantize.estimate import Search
+from minifloat.quantize.estimate import Search, visited_share
 from minifloat.quantize.limits import MAX_KL, MAX_PPL_INCREASE, MIN_SAME_TOP1
 from minifloat.quantize.rounding.budget import Frontier
-from minifloat.quantize.rounding.budget_formats import Group, Groups, find_groups, is_experts, kind_and_layer, mixture
-from minifloat.quantize.rounding.input_walk import Loss, Stream, measured_losses
+from minifloat.quantize.rounding.budget_formats import Groups, find_groups, is_experts, mixture
+from minifloat.quantize.rounding.group_damage import DAMAGE_TOKENS, Change, DamageRequest
+from minifloat.quantize.rounding.input_walk import INPUTS, WEIGHTS, Loss, measured_losses
 from minifloat.quantize.rounding.methods import Method, RoundingOptions
-from minifloat.quantize.rounding.texts import first_sequences
+from minifloat.quantize.rounding.output_moments import OutputMoments
+from minifloat.quantize.rounding.run import measure_damage
+from minifloat.quantize.rounding.texts import SplitText, first_sequences
 
 #: Share of each bound that a choice aims at, and that it may take up when it is measured: bounds hold for whole
 #: intervals, and on other text.
@@ -37,10 +40,10 @@ _WITH_DATA = 0.7
 _WORTH = 0.1
 #: Largest share of the operations that have inputs in 16 bits beside others.
 _MOST = 0.5
-#: Tokens that measure the whole model, and those that measure the groups.
-_TOKENS, _GROUP_TOKENS = 4096, 1024
-#: Tokens times layers that all streams of groups run through at most; groups of adjacent layers are measured together.
-_LAYER_TOKENS = 4 << 20
+#: Tokens that measure the whole model.
+_TOKENS = 4096
+#: Name of the change that rounds inputs.
+_INPUTS = "inputs"
 #: Roundings of a model at most; the last has all inputs in 16 bits.
 ATTEMPTS = 3
 #: The bounds of the verdict on KL and perplexity as one: on text of the model, the logarithm of perplexity rises by KL.
@@ -112,7 +115,6 @@ class InputChoice:
     costly: bool = False  # whether rounded inputs may break the bounds
     groups: Groups | None = None
     damages: tuple[float, ...] = ()
-    layers_together: int = 1
     wide: tuple[bool, ...] = ()  # for each group whether its inputs stay in 16 bits; empty: all are rounded
     everywhere: bool = False  # whether all inputs stay in 16 bits
     refused: bool = False  # whether 16-bit inputs do not load where the scheme does
@@ -192,8 +194,6 @@ class InputChoice:
             )
         elif self.refused:
             yield f"{name} rounds all inputs, because 16-bit inputs do not load where it does: {costs}."
-        if self.layers_together > 1:
-            yield f"What inputs cost was measured in sets of {self.layers_together} adjacent layers, to save time."
         if len(self.measured) > 1:
             yield f"KL of the attempts: {', '.join(f'{loss.kl:.4f}' for loss in self.measured)}."
         if self.measured and not (last := self.measured[-1]).kl <= MAX_KL:
@@ -217,43 +217,35 @@ class InputChoice:
 def input_choice(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
-    text: CalibrationSet,
+    texts: SplitText,
     options: RoundingOptions,
     work_dir: Path,
-    visited: float = 1.0,
+    moments: OutputMoments,
     progress: Progress | None = None,
 ) -> Iterator[InputChoice]:
     """Measure what the inputs of a plan cost; the files stay until the block is left without an error.
 
-    `visited` is the share of the experts that a token visits.
+    `moments` keeps the moments of outputs that are taken with the damage of groups.
     """
-    rounded = frozenset(name for name, scheme in plan.modules.items() if scheme.activation is not None)
-    whole = [Stream("weights", frozenset(), nearest=True), Stream("all", rounded, nearest=True)]
-    with ExitStack() as stack:
+    report: Progress | None = None
+    if progress is not None:
 
-        def losses(streams: Sequence[Stream], tokens: int, what: str) -> Mapping[str, Loss]:
-            folder, report = work_dir.with_name(f"{work_dir.name}-{what}"), None
-            if progress is not None:
+        def report(done: int, total: int, where: str) -> None:
+            progress(done, total, f"measuring inputs: {where}")
 
-                def report(done: int, total: int, where: str) -> None:
-                    progress(done, total, f"measuring inputs: {where}")
-
-            part = CalibrationSet(first_sequences(text.sequences, tokens))
-            return stack.enter_context(measured_losses(checkpoint, plan, part, streams, options, folder, report))
-
-        found = losses(whole, _TOKENS, "inputs")
-        nothing = Loss(0.0, 0.0)
-        nearest, both = found.get("weights", nothing), found.get("all", nothing)
+    part = CalibrationSet(first_sequences(texts.kept.sequences, _TOKENS))
+    folder = work_dir.with_name(f"{work_dir.name}-inputs")
+    with measured_losses(checkpoint, plan, part, options, folder, report) as found:
+        nearest, both = found[WEIGHTS], found[INPUTS]
         prediction = Prediction.before(nearest, both, options.method)
         choice = InputChoice(plan.scheme, weight_only_counterpart(plan.scheme), plan.overrides, prediction)
         inputs = prediction.whole.kl - prediction.weights.kl
         choice.costly = not within(prediction.whole, AIM) and inputs > _WORTH * both.kl
         if choice.costly and prediction.largest(AIM) is not None:
-            groups, together = joined_groups(find_groups(plan, [], plan.overrides), rounded, visited)
-            streams = [Stream(group.name, frozenset(group.parts) & rounded) for group in groups.groups]
-            by_group = losses(streams, _GROUP_TOKENS, "groups")
-            damages = tuple(by_group[group.name].kl if group.name in by_group else 0.0 for group in groups.groups)
-            choice.groups, choice.damages, choice.layers_together = groups, damages, together
+            choice.groups = groups = groups_with_inputs(plan, checkpoint.config)
+            request = DamageRequest({g.name: g.parts for g in groups.groups}, {_INPUTS: Change(plan, inputs=True)})
+            damages = measure_damage(checkpoint, request, texts, options, moments, report)
+            choice.damages = tuple(damages.get(group.name, {}).get(_INPUTS, 0.0) for group in groups.groups)
         yield choice
 
 
@@ -263,37 +255,18 @@ def chooses_inputs(scheme: Scheme | None, plan: QuantizationPlan) -> bool:
     return scheme is None and inputs is not None and not inputs.needs_calibration
 
 
-def inputs_search(plan: QuantizationPlan, config: Mapping[str, Any], visited: float = 1.0) -> Search:
-    """Return what it takes to choose the inputs of a plan, at most; `visited` as in `input_choice`."""
-    rounded = frozenset(name for name, scheme in plan.modules.items() if scheme.activation is not None)
-    groups, _ = joined_groups(find_groups(plan, [], plan.overrides), rounded, visited)
-    streams = [(_TOKENS, 100)] * 3 + [(_GROUP_TOKENS, 50)] * len(groups.groups)
+def inputs_search(plan: QuantizationPlan, config: Mapping[str, Any]) -> Search:
+    """Return what it takes to choose the inputs of a plan, at most."""
     shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
+    streams = [(_TOKENS, 100)] * 3 + [(DAMAGE_TOKENS, 100)] * 2
     return Search.of_streams("what rounding inputs costs is", streams, shapes, config, ATTEMPTS - 1)
 
 
-def joined_groups(groups: Groups, rounded: frozenset[str], visited: float = 1.0) -> tuple[Groups, int]:
-    """Return the groups with rounded inputs, those of adjacent layers as one as far as time needs it, and how many.
-
-    The weights of groups are those that a token meets, of experts the share `visited`.
-    """
+def groups_with_inputs(plan: QuantizationPlan, config: Mapping[str, Any]) -> Groups:
+    """Return the groups whose inputs a plan rounds; their weights are those that a token meets."""
+    rounded = {name for name, scheme in plan.modules.items() if scheme.activation is not None}
+    visited = visited_share(config)
+    groups = find_groups(plan, [], plan.overrides)
     members = [group for group in groups.groups if rounded.intersection(group.parts)]
     members = [replace(g, weights=round(g.weights * visited)) if is_experts(g) else g for g in members]
-    places = [kind_and_layer(group) for group in members]
-    layers = len({layer for _, layer in places})
-    together = max(1, math.ceil(len(members) * layers / 2 * _GROUP_TOKENS / _LAYER_TOKENS))
-    joined: dict[tuple[str, int], list[Group]] = {}
-    for group, (kind, layer) in zip(members, places, strict=True):
-        joined.setdefault((kind, layer // together), []).append(group)
-    return replace(groups, groups=tuple(_joined(of_set) for of_set in joined.values())), together
-
-
-def _joined(groups: Sequence[Group]) -> Group:
-    first, last = groups[0], groups[-1]
-    return Group(
-        first.name if len(groups) == 1 else f"{first.name} to {last.name}",
-        tuple(module for group in groups for module in group.modules),
-        tuple(part for group in groups for part in group.parts),
-        sum(group.weights for group in groups),
-        (),
-    )
+    return replace(groups, groups=tuple(members))

@@ -16,7 +16,7 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.errors import NonFiniteError
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
-from minifloat.numerics.scheme import Scheme, WeightSpec
+from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.feedback import DAMPING, Feedback, times
 from minifloat.quantize.rounding.layer_fold import LayerFold, SampleInputs, layer_tensors, part_view
@@ -36,10 +36,8 @@ class LayerRounding:
     method: Method
     parts: Mapping[str, Part]
     weights: Mapping[str, Tensor]
-    compared: Sequence[Scheme] = ()
     tensors: dict[str, Bytes] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    originals: dict[str, Tensor] = field(default_factory=dict)
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # of the gradients of outputs, by module
 
     def __post_init__(self) -> None:
@@ -50,7 +48,7 @@ class LayerRounding:
         for module, part in self.parts.items():
             if not bool(self.weights[module].isfinite().all()):
                 raise NonFiniteError(f"{module}.weight", "it holds NaN or Inf; the checkpoint is damaged")
-            if any(scheme.weight.needs_tensor_amax for scheme in (part.scheme, *self.compared)):
+            if part.scheme.weight.needs_tensor_amax:
                 amax = float(self.weights[module].abs().amax())
                 self._amaxes[part.group] = max(self._amaxes.get(part.group, 0.0), amax)
 
@@ -92,9 +90,6 @@ class LayerRounding:
                 taken, method = grid.nearest, "nearest"
         dequantized = taken.dequantize()
         row |= {"method": method, "stats": asdict(error_of(weight.cpu(), taken))}
-        if self.compared:
-            row["format_errors"] = self._format_errors(module, held_out)
-            self.originals[module] = weight.clone()
         weight.copy_(dequantized)
         self.rows.append(row)
         names = self.parts[module].tensors
@@ -103,22 +98,6 @@ class LayerRounding:
         if names.global_scale is not None:
             assert taken.global_scale is not None
             self.tensors[names.global_scale.name] = tensor_bytes(taken.global_scale)
-
-    def _format_errors(self, module: str, held_out: Rows | None) -> dict[str, float]:
-        """Return the relative squared error of the outputs by name of a format, rounded to nearest."""
-        weight, part = self.weights[module], self.parts[module]
-        outputs, inputs = weight.float(), None
-        if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
-            inputs = held_out.inputs.T
-            outputs = outputs @ inputs
-        energy = float(outputs.square().sum()) or 1.0
-        errors = {}
-        for scheme in self.compared:
-            if scheme.weight.divides(part.shape):
-                nearest = Grid.of(weight, scheme.weight, self._amaxes.get(part.group)).nearest.dequantize()
-                error = outputs - (nearest if inputs is None else nearest @ inputs)
-                errors[scheme.name] = float(error.square().sum()) / energy
-        return errors
 
     def _grid(self, module: str, part: Part) -> Grid:
         amax = self._amaxes.get(part.group)
@@ -169,16 +148,14 @@ class PlannedWeights:
         """Return the tensors of a layer in the model, by name in the checkpoint."""
         return layer_tensors(stack.model, stack.weights.assignments(index), self.infos)
 
-    def rounding(
-        self, views: Mapping[str, Tensor], stages: Sequence[Stage], compared: Sequence[Scheme] = ()
-    ) -> LayerRounding:
+    def rounding(self, views: Mapping[str, Tensor], stages: Sequence[Stage]) -> LayerRounding:
         modules = {module for stage in stages for expert in stage.experts for module in expert}
         chosen, weights = {}, {}
         for module in sorted(modules & self.parts.keys()):
             source, part = self.parts[module]
             if source in views:
                 chosen[module], weights[module] = part, part_view(views[source], part)
-        return LayerRounding(self.method, chosen, weights, compared)
+        return LayerRounding(self.method, chosen, weights)
 
     def fold(self, index: int, views: Mapping[str, Tensor], stages: Sequence[Stage], sample: SampleInputs) -> LayerFold:
         """Fold scales in a layer, if the options say so, and return what was folded."""

@@ -9,7 +9,7 @@ Source: A. Tseng, Z. Sun and C. De Sa, YAQA (arXiv 2505.22988), the factor of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from minifloat.checkpoint.array_file import ArrayFile
 from minifloat.checkpoint.progress import Progress
 from minifloat.kernels.rounding import ROW_BLOCK
 from minifloat.quantize.estimate import moment_tokens
+from minifloat.quantize.rounding.group_damage import DAMAGE_TOKENS, DamageRequest, Damages, LayerDamage
 from minifloat.quantize.rounding.layer import tensor_bytes
 from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, layer_content
-from minifloat.quantize.rounding.stages import find_stages, on_output
+from minifloat.quantize.rounding.stages import Stage, find_stages, on_output
 from minifloat.quantize.rounding.texts import first_sequences
 
 #: Suffix of the work folder.
@@ -46,6 +47,7 @@ class OutputMoments:
         self._exits = ExitStack()
         self._work: LayerWork | None = None
         self._by_module: dict[str, ArrayFile] = {}
+        self.damages = Damages()  # of what a request asks for, in nats per token
 
     def __enter__(self) -> OutputMoments:
         return self
@@ -61,8 +63,12 @@ class OutputMoments:
         sequences: Sequence[Sequence[int]],
         fingerprint: str,
         progress: Progress | None = None,
+        request: DamageRequest | None = None,
     ) -> None:
-        """Take the moments of all layers, unless that was done: in this command, or in one that was interrupted."""
+        """Take the moments of all layers, unless that was done: in this command, or in one that was interrupted.
+
+        With a request, take the damages of groups in the same pass.
+        """
         if self._work is not None:
             return
         self._work = folder = self._exits.enter_context(LayerWork(self._path, fingerprint, LAYER_FORMAT))
@@ -71,8 +77,14 @@ class OutputMoments:
             tokens = moment_tokens(stack.model.config.to_dict(), len(stack), stack.model.dtype.itemsize)
             first = first_sequences(sequences, tokens)
             with TensorFile(folder.scratch("states")) as states, TensorFile(folder.scratch("arguments")) as arguments:
-                _Gradients(stack, first, states, ArgumentPool(arguments, stack.device), progress).run(folder)
+                pool = ArgumentPool(arguments, stack.device)
+                _Gradients(stack, first, states, pool, progress, request).run(folder)
                 states.path.unlink()
+        for file in folder.finished:
+            for group, damages in file.record.get("damages", {}).items():
+                of_group = self.damages.setdefault(group, {})
+                for name, damage in damages.items():
+                    of_group[name] = of_group.get(name, 0.0) + damage
         self._by_module = {module: file for file in folder.finished for module in file.names}
 
     def of(self, modules: Iterable[str]) -> dict[str, Tensor]:
@@ -92,8 +104,10 @@ class _Gradients:
         file: TensorFile,
         pool: ArgumentPool,
         progress: Progress | None,
+        request: DamageRequest | None,
     ) -> None:
         self.stack, self.sequences, self.file, self.progress = stack, sequences, file, progress
+        self.request = request
         self.pool, self.moments, self._layers = pool, dict[str, Tensor](), 0
         self._calls: list[tuple[LayerCall, ...]] = []
 
@@ -108,9 +122,9 @@ class _Gradients:
             ]
         for index in reversed(range(len(self.stack))):
             with self.stack.weights.layer(index) as layer:
-                gradients = self._backward(index, layer, places.pop(), gradients)
+                gradients, damages = self._backward(index, layer, places.pop(), gradients)
             found = {module: tensor_bytes(moments) for module, moments in self.moments.items()}
-            folder.finish(len(folder.finished), layer_content(found, {}))
+            folder.finish(len(folder.finished), layer_content(found, {"damages": damages}))
             self.moments.clear()
             self._report(index)
 
@@ -129,34 +143,43 @@ class _Gradients:
 
     def _backward(
         self, index: int, layer: nn.Module, places: Sequence[StoredTensor], gradients: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Add up the moments of a layer, and return the gradients of the hidden states that enter it."""
-        paths = self._paths(index, layer, places[0])
-        entering = []
-        for number, (place, gradient) in enumerate(zip(places, gradients, strict=True)):
-            hidden, outputs = self._read(place).requires_grad_(), dict[str, Tensor]()
-            with ExitStack() as stack, torch.enable_grad():
-                for path in paths:
-                    on_output(stack, self.stack.model.get_submodule(path), partial(outputs.__setitem__, path))
-                output = self.pool.restore(self._calls[number][index], for_backward=True).run(layer, hidden)
-            wanted = [hidden, *(outputs[path] for path in paths)]
-            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-            entering.append(torch.zeros_like(hidden) if found[0] is None else found[0])
-            for path, of_output in zip(paths, found[1:], strict=True):
-                if of_output is not None:
-                    self._add(paths[path], of_output)
-        return entering
-
-    def _paths(self, index: int, layer: nn.Module, place: StoredTensor) -> Mapping[str, str]:
-        """Return the linears of a layer in the order of execution: path in the model -> module in the checkpoint."""
-        path, sites = f"{self.stack.path}.{index}", self.stack.sites_of(index)
-        stages = find_stages(self.stack.model, path, layer, sites, self._call(index, 0), self._read(place))
-        return {
+    ) -> tuple[list[Tensor], Damages]:
+        """Add up the moments of a layer; return the gradients of the hidden states that enter it, and damages."""
+        stages = self._stages(index, layer, places[0])
+        modules = {
             path: module
             for stage in stages
             if stage.outer is None and len(stage.paths) == len(stage.experts[0])
             for path, module in zip(stage.paths, stage.experts[0], strict=True)
         }
+        damage = None if self.request is None else LayerDamage(self.request, self.stack, index, stages)
+        entering, tokens = [], 0
+        for number, (place, gradient) in enumerate(zip(places, gradients, strict=True)):
+            measured = damage if tokens < DAMAGE_TOKENS else None
+            paths = dict.fromkeys([*modules, *(measured.groups if measured is not None else ())])
+            hidden, outputs = self._read(place).requires_grad_(), dict[str, Tensor]()
+            with ExitStack() as stack, torch.enable_grad():
+                if measured is not None:
+                    stack.enter_context(measured.watched())
+                for path in paths:
+                    on_output(stack, self.stack.model.get_submodule(path), partial(outputs.__setitem__, path))
+                output = self.pool.restore(self._calls[number][index], for_backward=True).run(layer, hidden)
+            ran = [path for path in paths if path in outputs]
+            wanted = [hidden, *(outputs[path] for path in ran)]
+            of_hidden, *found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            entering.append(torch.zeros_like(hidden) if of_hidden is None else of_hidden)
+            of_outputs = dict(zip(ran, found, strict=True))
+            for path, module in modules.items():
+                if (of_output := of_outputs.get(path)) is not None:
+                    self._add(module, of_output)
+            if measured is not None:
+                measured.add(of_outputs)
+                tokens += hidden.shape[1]
+        return entering, {} if damage is None else damage.measure(tokens)
+
+    def _stages(self, index: int, layer: nn.Module, place: StoredTensor) -> list[Stage]:
+        path, sites = f"{self.stack.path}.{index}", self.stack.sites_of(index)
+        return find_stages(self.stack.model, path, layer, sites, self._call(index, 0), self._read(place))
 
     def _add(self, module: str, gradient: Tensor) -> None:
         # Values that are not finite are named by the walk that follows, or are gradients beyond float16.

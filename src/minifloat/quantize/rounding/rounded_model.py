@@ -37,7 +37,6 @@ class RoundedModel:
         self.held_out: Mapping[str, Any] = records[-1]["held_out"] or {}  # on text that nothing else looked at
         self.choosing: Mapping[str, Any] = records[-1].get("choosing", {})  # on the text that choices were made on
         self.seen: Mapping[str, Any] = records[-1].get("seen", {})  # on the text that codes were chosen with
-        self.damage: Mapping[str, Any] = next((record["damage"] for record in records if "damage" in record), {})
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

@@ -25,8 +25,9 @@ from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import StatsError, UsageError
 from minifloat.model.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.rounding.damage import GroupsToMeasure
+from minifloat.model.runtime.load import Loader
 from minifloat.quantize.rounding.folding import powers_of_two
+from minifloat.quantize.rounding.group_damage import DamageRequest, Damages
 from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
@@ -47,29 +48,48 @@ def round_checkpoint(
     options: RoundingOptions,
     work_dir: Path,
     progress: Progress | None = None,
-    groups: GroupsToMeasure | None = None,
     moments: OutputMoments | None = None,
 ) -> Iterator[RoundedModel]:
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
 
     Several runs with one text may share the moments of outputs.
     """
-    with layers_required(checkpoint, "quantize it without data"):
-        model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
-        loader = model.loader()
-        check_data(loader.model, texts.kept, texts.choosing, texts.reported)
-        stack = LayerStack(model, loader, options.max_memory)
-        facts = _facts(options, plan) | ({} if groups is None else {"groups": groups.to_dict()})
+    with _stack(checkpoint, texts, options) as (loader, stack):
         parts = [texts.first_chosen_on, texts.first_reported]
-        fingerprint = run_fingerprint(loader, CalibrationSet(texts.sequences), facts, parts)
+        fingerprint = run_fingerprint(loader, CalibrationSet(texts.sequences), _facts(options, plan), parts)
         own = OutputMoments(work_dir) if moments is None else nullcontext(moments)
         with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder, own as moments:
             if options.method.weighs_outputs and len(folder.finished) <= len(stack):
                 moments.take(stack, texts.kept.sequences, run_fingerprint(loader, texts.kept, "moments"), progress)
-            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, moments, progress, groups)
+            walk = RoundingWalk(stack, plan, texts, options, checkpoint.config, moments, progress)
             walk.run(folder)
             yield RoundedModel(folder.finished)
             folder.remove()
+
+
+def measure_damage(
+    checkpoint: Checkpoint,
+    request: DamageRequest,
+    texts: SplitText,
+    options: RoundingOptions,
+    moments: OutputMoments,
+    progress: Progress | None = None,
+) -> Damages:
+    """Return the damage of changes to groups of modules, and keep the moments of outputs for the runs that follow."""
+    with _stack(checkpoint, texts, options) as (loader, stack):
+        fingerprint = run_fingerprint(loader, texts.kept, "moments", request.to_dict())
+        moments.take(stack, texts.kept.sequences, fingerprint, progress, request)
+    return moments.damages
+
+
+@contextmanager
+def _stack(checkpoint: Checkpoint, texts: SplitText, options: RoundingOptions) -> Iterator[tuple[Loader, LayerStack]]:
+    """Open the layers of a model that a text suits."""
+    with layers_required(checkpoint, "quantize it without data"):
+        model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
+        loader = model.loader()
+        check_data(loader.model, texts.kept, texts.choosing, texts.reported)
+        yield loader, LayerStack(model, loader, options.max_memory)
 
 
 def _facts(options: RoundingOptions, plan: QuantizationPlan) -> dict[str, Any]:

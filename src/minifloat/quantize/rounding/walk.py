@@ -6,7 +6,7 @@ as they are quantized so far.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 
 from minifloat.calibration.layerwise.layer_stack import LayerStack
-from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
+from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.calibration.layerwise.walk import ORIGINAL, LayerWalk, LayerWork, OpenLayer
 from minifloat.calibration.observe import KVObserver, head_amax
 from minifloat.checkpoint.array_file import ArrayContent
 from minifloat.checkpoint.progress import Progress
 from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.rounding.damage import (
-    DamageStreams,
     Divergence,
-    GroupsToMeasure,
     KLMeans,
-    Places,
     measure_divergence,
     token_divergence,
 )
@@ -65,10 +62,8 @@ class RoundingWalk:
         config: Mapping[str, Any],
         moments: OutputMoments,
         progress: Progress | None = None,
-        groups: GroupsToMeasure | None = None,
     ) -> None:
         self.moments = moments
-        self.damage = None if groups is None else DamageStreams(groups)
         self.stack, self.options, self.progress = stack, options, progress
         self.sequences, self.texts = texts.sequences, texts
         self.weights = PlannedWeights(plan, config, options.method, options.fold)
@@ -79,8 +74,6 @@ class RoundingWalk:
         if len(work.finished) > len(self.stack):
             return
         with LayerWalk(self.stack, self.sequences, work, self._streams, keep_last=True) as walk:
-            if self.damage is not None:
-                self.damage.start(walk.places, [file.record for file in work.finished])
             walk.run(lambda layer: self._round_layer(walk, layer))
             with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.logits_in_float32():
                 first = self.texts.first_chosen_on, self.texts.first_reported
@@ -90,8 +83,6 @@ class RoundingWalk:
                 }
                 if seen := self._seen(walk, hidden):
                     record["seen"] = seen
-                if self.damage is not None:
-                    record["damage"] = self._measure_damage(walk, hidden, self.damage)
         work.finish(len(self.stack), layer_content({}, record))
 
     def _streams(self, number: int, hidden: Tensor) -> list[Hashable]:
@@ -101,8 +92,6 @@ class RoundingWalk:
             streams.append(QUANTIZED)
         if held_out:
             streams.append(NEAREST)
-            if self.damage is not None and number < self.texts.first_reported:
-                streams += self.damage.streams_of(hidden.shape[1])
         return streams
 
     def _round_layer(self, walk: LayerWalk, layer: OpenLayer) -> ArrayContent:
@@ -129,14 +118,6 @@ class RoundingWalk:
         """Yield the logits of a sequence in some streams."""
         states = (hidden.read(walk.places[stream][number]) for stream in streams)
         return self.stack.logits_of(self.sequences[number], states)
-
-    def _measure_damage(self, walk: LayerWalk, hidden: TensorFile, damage: DamageStreams) -> dict[str, Any]:
-        """Return the KL divergences that the damage of each group makes."""
-
-        def logits_of(sequence: Sequence[int], places: Iterable[StoredTensor]) -> Iterator[Tensor]:
-            return self.stack.logits_of(sequence, map(hidden.read, places))
-
-        return damage.measure(self.sequences, walk.places[ORIGINAL], walk.places[QUANTIZED], logits_of)
 
     def report(self, index: int, what: str, stages: int) -> None:
         """Report that one sequence went through a part of a layer."""
@@ -172,21 +153,20 @@ class _LayerRun:
         fold = self._fold()
         inputs.fold(fold.by_expert)
         rounding.measure()
-        rounding.moments = self.walk.moments.of(rounding.parts.keys() - fold.rescaled)
+        if self.walk.options.method.weighs_outputs:
+            rounding.moments = self.walk.moments.of(rounding.parts.keys() - fold.rescaled)
         self.reader.quantize_expert = inputs.quantize_expert
         with inputs.applied():
             for number, stage in enumerate(self.stages):
                 self._round_stage(number, stage, rounding, fold)
             self._run_quantized()
-            groups = self._run_damaged(rounding)
         kv = [{"module": name, "k": k.tolist(), "v": v.tolist()} for name, (k, v) in self.kv.items()]
-        return self.walk.weights.result(rounding, fold, groups=groups, inputs=inputs.rows(), kv=kv)
+        return self.walk.weights.result(rounding, fold, inputs=inputs.rows(), kv=kv)
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""
-        schemes = () if self.walk.damage is None else self.walk.damage.request.schemes
         views = self.walk.weights.views(self.walk.stack, self.layer.index)
-        return self.walk.weights.rounding(views, self.stages, schemes)
+        return self.walk.weights.rounding(views, self.stages)
 
     def _fold(self) -> LayerFold:
         """Fold scales of input channels, if the options say so, and return what was folded."""
@@ -206,14 +186,13 @@ class _LayerRun:
                     inner = self.stages[stage].outer is False
                     inputs.observe(stage, routed(stage_input, stage_inputs[stage + 1]) if inner else stage_input)
             self.walk.report(self.layer.index, "original", len(self.stages))
-        if self.walk.damage is not None:
-            self.walk.damage.run_original(self._run_stream)
 
     def _run_nearest(self, rounding: LayerRounding) -> None:
         """Run the layer, rounded to nearest, over the held-out sequences; then restore its weights."""
         rounding.measure()
         rounding.round_to_nearest()
-        self._run_stream(self.nearest, self.nearest)
+        for number, place in self.nearest.items():
+            self.layer.write(place, self.layer.call(number).run(self.layer.module, self.layer.hidden(place)))
         with torch.inference_mode(False):
             self.walk.stack.weights.fill(self.layer.index)
 
@@ -235,20 +214,6 @@ class _LayerRun:
         if name in self.kv:
             k, v = torch.maximum(k, self.kv[name][0]), torch.maximum(v, self.kv[name][1])
         self.kv[name] = k, v
-
-    def _run_damaged(self, rounding: LayerRounding) -> list[str]:
-        """Run the streams that measure damage, and return the groups whose streams begin in this layer."""
-        if self.walk.damage is None:
-            return []
-        return self.walk.damage.run_quantized(
-            self._run_stream, rounding.weights, rounding.originals, self.original, self.quantized
-        )
-
-    def _run_stream(self, source: Places, destination: Places) -> None:
-        """Run the layer over the hidden states at `source`, for the sequences of `destination`."""
-        for number, place in destination.items():
-            hidden = self.layer.hidden(source[number])
-            self.layer.write(place, self.layer.call(number).run(self.layer.module, hidden))
 
     def _round_stage(self, number: int, stage: Stage, rounding: LayerRounding, fold: LayerFold) -> None:
         """Collect the inputs of a stage, and round the weights that read them."""
