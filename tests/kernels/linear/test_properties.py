@@ -52,6 +52,14 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels, kind: str, dtype
 
 
 @kinds
+def test_rows_of_a_long_input_have_the_bits_of_its_parts(kernels: Kernels, kind: str) -> None:
+    x, weights = inputs(1000, COLS), [kernels.pack(make(kind, n, COLS, seed=n)) for n in (100, 33)]
+    expected = torch.cat([bits(kernels.linear(part, weights)) for part in x.split(250)])
+    for threads in (1, 2, 7):
+        assert torch.equal(bits(kernels.linear(x, weights, threads=threads)), expected)
+
+
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_weights_in_one_call_give_the_bits_of_single_calls(
     kernels: Kernels, kind: str, dtype: torch.dtype

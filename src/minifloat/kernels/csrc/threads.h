@@ -45,7 +45,7 @@ class Barrier {
 
 // Memory of the calling thread, 64-byte aligned and with undefined contents, kept for its next call; null if there is
 // no memory. A step, a call within the step and a thread of this call use different slots at the same time.
-enum ScratchSlot { kScratchCall = 0, kScratchThread = 1, kScratchStep = 2, kScratchSlots = 3 };
+enum ScratchSlot { kScratchCall = 0, kScratchThread = 1, kScratchStep = 2, kScratchInput = 3, kScratchSlots = 4 };
 void* scratch(ScratchSlot slot, int64_t bytes);
 
 // A range of equal pieces of work, cut into one contiguous run per thread; a thread that is done takes pieces of

@@ -8,7 +8,8 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int64_t kGroupPanels = Finish::kMaxPanels;
+constexpr int64_t kGroupPanels = 8, kLargeGroupPanels = 16;
+constexpr int64_t kPiecePanels = kGroupPanels + kLargeGroupPanels;
 constexpr int64_t kBlockBytes = 512 << 10;  // bytes of x per chunk
 constexpr int kPairFloats = 4 * kTileFloats;
 // Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
@@ -21,14 +22,37 @@ inline int64_t chunk_steps(const Weight& w, const Tiling& t) {
     return ceil_div(w.steps, ceil_div(w.steps, most));
 }
 
+// Where x has so few columns that enough of its rows stay in the L2 cache with the sums of a group, x is cut into such
+// rows and read from memory once.
+constexpr int64_t kCachedBytes = 800 << 10, kMostCachedBytes = 1350 << 10;
+constexpr int64_t kLeastCachedPairs = 10;  // with fewer, decoding W again costs more than reading x again
+// Larger weights are read once for all rows of x instead.
+constexpr int64_t kMostWeightBytes = 8 << 20;
+
+// Pairs of tiles of x that stay in the L2 cache; 0 where they would be too few.
+inline int64_t cached_pairs(const Weight& w, int planes) {
+    const int64_t x_bytes = units_of(w) * 2 * planes * kTileBytes;
+    const int64_t pair_bytes = x_bytes + kGroupPanels * kPairFloats * static_cast<int64_t>(sizeof(float));
+    const int64_t pairs = max(kCachedBytes / pair_bytes, kLeastCachedPairs);
+    const bool small = w.panels * w.panel_bytes <= kMostWeightBytes;
+    return small && pairs * pair_bytes <= kMostCachedBytes ? pairs : 0;
+}
+
+// Panels that read a chunk of x one after the other. Groups are larger where each reads it from memory.
+inline int64_t group_panels(const Weight& w, const Tiling& t) {
+    if (chunk_steps(w, t) == w.steps || cached_pairs(w, t.planes) > 0) return kGroupPanels;
+    return packed_x_bytes(w, t) > 2 * kBlockBytes ? kLargeGroupPanels : kGroupPanels;
+}
+
 // Rows of x as blocks of pairs of tiles.
 struct Blocks {
     int64_t pairs;  // of a block
     int64_t count;
 
     Blocks(const Weight& w, const Tiling& t) {
+        const int64_t cached = cached_pairs(w, t.planes);
         const int64_t fitting = max<int64_t>(1, kBlockBytes / (chunk_steps(w, t) * 2 * t.unit_bytes()));
-        count = ceil_div(t.pairs, fitting);
+        count = cached > 0 ? max<int64_t>(1, (t.pairs + cached / 2) / cached) : ceil_div(t.pairs, fitting);
         pairs = ceil_div(t.pairs, count);
     }
 };
@@ -36,7 +60,7 @@ struct Blocks {
 int64_t decoded_bytes(const Weight& w, const Tiling& t) { return chunk_steps(w, t) * kStepTiles * kTileBytes; }
 
 int64_t scratch_bytes(const Weight& w, const Tiling& t) {
-    const int64_t pairs = 1 + kGroupPanels * Blocks(w, t).pairs;
+    const int64_t pairs = 1 + group_panels(w, t) * Blocks(w, t).pairs;
     return 2 * decoded_bytes(w, t) + pairs * kPairFloats * static_cast<int64_t>(sizeof(float));
 }
 
@@ -47,9 +71,9 @@ struct Place {
 
 struct Loops {
     int64_t first, last;  // panels
-    int64_t blocks, chunks;
+    int64_t group_panels, blocks, chunks;
 
-    int64_t group_end(const Place& at) const { return min(at.group + kGroupPanels, last); }
+    int64_t group_end(const Place& at) const { return min(at.group + group_panels, last); }
     bool done(const Place& at) const { return at.block == blocks; }
 
     Place next(Place at) const {
@@ -138,7 +162,8 @@ class Product {
     Product(const Format& format, const Weight& w, const Input& x, const uint8_t* packed, const Output& y,
             uint8_t* scratch, int64_t first, int64_t last)
         : format_(format), w_(w), x_(x), packed_(packed), y_(y), t_(tiling(x.m, x.dtype)), blocks_(w, t_),
-          chunk_steps_(chunk_steps(w, t_)), loops_{first, last, blocks_.count, ceil_div(w.steps, chunk_steps_)},
+          chunk_steps_(chunk_steps(w, t_)),
+          loops_{first, last, group_panels(w, t_), blocks_.count, ceil_div(w.steps, chunk_steps_)},
           decoded_{scratch, scratch + decoded_bytes(w, t_)},
           block_(reinterpret_cast<float*>(scratch + 2 * decoded_bytes(w, t_))),
           sums_(block_ + kPairFloats) {}
@@ -194,11 +219,14 @@ class Product {
     }
 
     void store_group(const Place& at, int64_t first, int64_t count) {
-        const int64_t last = loops_.group_end(at), panel_floats = blocks_.pairs * kPairFloats;
-        const Finish finish(w_, y_, at.group, last, Format::kFactor);
-        for (int64_t pair = 0; pair < count; ++pair)
-            store_panels(w_, y_, x_.m, t_, at.group, last, first + pair, finish, sums_ + pair * kPairFloats,
-                         panel_floats);
+        const int64_t panel_floats = blocks_.pairs * kPairFloats;
+        for (int64_t panel = at.group; panel < loops_.group_end(at); panel += Finish::kMaxPanels) {
+            const int64_t last = min<int64_t>(panel + Finish::kMaxPanels, loops_.group_end(at));
+            const Finish finish(w_, y_, panel, last, Format::kFactor);
+            for (int64_t pair = 0; pair < count; ++pair)
+                store_panels(w_, y_, x_.m, t_, panel, last, first + pair, finish,
+                             sums_ + (panel - at.group) * panel_floats + pair * kPairFloats, panel_floats);
+        }
     }
 
     void multiply_units(int64_t begin, int64_t end, const uint8_t* x, const uint8_t* tiles, Decoder<Format>& ahead,
@@ -252,6 +280,10 @@ class Product {
     float* const sums_;
 };
 
+int64_t cached_rows(const Weight& w, int32_t x_dtype) {
+    return cached_pairs(w, tiling(1, x_dtype).planes) * 2 * kTileRows;
+}
+
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t x_dtype) { return packed_x_bytes(w, tiling(m, x_dtype)); }
 
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
@@ -273,7 +305,7 @@ bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Ou
 
 }  // namespace
 
-extern const Path kAmxLargePath = {"amx large", prepared_bytes, prepare, multiply, kGroupPanels};
+extern const Path kAmxLargePath = {"amx large", prepared_bytes, prepare, multiply, kPiecePanels, cached_rows};
 
 }  // namespace MINIFLOAT_ISA
 

@@ -18,6 +18,10 @@ constexpr int kLargePiecesPerThread = 4;
 constexpr int64_t kSmallPiecePanels = 2;
 // Bytes of prepared input up to which the calling thread prepares alone, which is faster than a barrier of all threads.
 constexpr int64_t kBytesAlone = 64 << 10;
+// Threads up to which each prepares all rows of x in its own cache, where a path has cached_rows; with more, this would
+// take as long as the product. The memory is at least one 2 MB page.
+constexpr int32_t kMostOwnThreads = 4;
+constexpr int64_t kLeastOwnBytes = 2 << 20;
 // Bytes of prepared input per wave of experts, about the size of the caches, so that scratch memory does not grow with
 // the number of tokens.
 constexpr int64_t kBytesPerWave = 16 << 20;
@@ -28,7 +32,7 @@ struct Job {
     Input x;
     Output y;
     const Path* path;
-    uint8_t* prepared;
+    uint8_t* prepared;     // null: each thread prepares its own
     bool prepares;         // whether this job prepares the input, or shares the input of another job
     int64_t piece_panels;
 };
@@ -37,7 +41,20 @@ struct Call {
     Job* jobs;
     int64_t count;
     int64_t prepared_bytes;
+    int64_t own_bytes;  // of prepared input of each thread
     Pieces pieces;
+};
+
+// `rows` rows of x as ranges of about `length` rows, whole pairs of tiles.
+struct Ranges {
+    static constexpr int64_t kPairRows = 2 * kTileRows;
+    int64_t rows, pairs, count;
+
+    Ranges(int64_t m, int64_t length)
+        : rows(m), pairs(ceil_div(m, kPairRows)), count(max<int64_t>(1, (m + length / 2) / length)) {}
+
+    int64_t begin(int64_t range) const { return min(rows, pairs * range / count * kPairRows); }
+    int64_t longest() const { return min(rows, ceil_div(pairs, count) * kPairRows); }
 };
 
 int64_t align(int64_t bytes) { return round_up(bytes, kVectorBytes); }
@@ -69,11 +86,22 @@ void cut(Call& call, int threads) {
     }
 }
 
-bool run_piece(const Call& call, int64_t piece) {
+// The input that a thread has prepared for itself.
+struct Own {
+    uint8_t* memory;
+    const uint8_t* x;
+};
+
+bool run_piece(const Call& call, int64_t piece, Own& own) {
     const Job& job = call.jobs[call.pieces.job(piece)];
     const Panels panels = call.pieces.panels_of_piece(piece, job.weight.panels, job.piece_panels);
     if (panels.first == panels.last) return true;
-    return job.path->multiply(job.weight, job.x, job.prepared, job.y, panels.first, panels.last);
+    if (job.prepared == nullptr && own.x != job.x.data) {
+        job.path->prepare(job.weight, job.x, own.memory, 0, 1);
+        own.x = job.x.data;
+    }
+    const uint8_t* prepared = job.prepared == nullptr ? own.memory : job.prepared;
+    return job.path->multiply(job.weight, job.x, prepared, job.y, panels.first, panels.last);
 }
 
 void prepare(const Call& call, int part, int parts) {
@@ -96,8 +124,16 @@ int32_t run(Call& call, int threads) {
             prepare(call, thread, count);
             barrier.wait(count);
         }
+        Own own = {nullptr, nullptr};
+        if (call.own_bytes > 0) {
+            own.memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchInput, call.own_bytes));
+            if (own.memory == nullptr) {
+                __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+                return;
+            }
+        }
         for (int64_t piece = schedule.next(thread); piece >= 0; piece = schedule.next(thread))
-            if (!run_piece(call, piece)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+            if (!run_piece(call, piece, own)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
     });
     return failed ? MINIFLOAT_NO_MEMORY : MINIFLOAT_OK;
 }
@@ -159,7 +195,7 @@ int32_t run_wave(const minifloat_moe_args& a, int32_t begin, int32_t end, int64_
     const int64_t job_bytes = align((end - begin) * static_cast<int64_t>(sizeof(Job)));
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + bytes));
     if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
-    Call call = {reinterpret_cast<Job*>(memory), 0, 0, {}};
+    Call call = {reinterpret_cast<Job*>(memory), 0, 0, 0, {}};
     memory += job_bytes;
     const int size = dtype_bytes(a.x_dtype);
     const int64_t x_stride = a.x_stride * size, y_stride = a.y_stride * size;
@@ -188,21 +224,30 @@ int32_t linear(const minifloat_linear_args& a) {
     if (status != MINIFLOAT_OK || a.m == 0) return status;
     const Weight first = view_of(a.weights[0]);
     const Path& path = choose_path(first, a.m, a.x_dtype, allowed_by(a));
-    Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), {}};
-    const int64_t job_bytes = align(a.count * static_cast<int64_t>(sizeof(Job)));
+    const int64_t cached_rows = path.cached_rows ? path.cached_rows(first, a.x_dtype) : 0;
+    const bool own = cached_rows > 0 && a.threads <= kMostOwnThreads;
+    const Ranges ranges(a.m, own ? cached_rows : a.m);
+    const int64_t prepared = align(path.prepared_bytes(first, ranges.longest(), a.x_dtype));
+    Call call = {nullptr, 0, own ? 0 : prepared, own ? max(prepared, kLeastOwnBytes) : 0, {}};
+    const int64_t job_bytes = align(ranges.count * a.count * static_cast<int64_t>(sizeof(Job)));
     const int64_t bytes_needed = job_bytes + call.prepared_bytes;
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, bytes_needed));
     if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
     call.jobs = reinterpret_cast<Job*>(memory);
     const int bytes = dtype_bytes(a.x_dtype);
-    const Input x = {static_cast<const uint8_t*>(a.x), a.x_stride * bytes, a.x_dtype, nullptr, a.m};
-    uint8_t* y = static_cast<uint8_t*>(a.y);
-    for (int64_t i = 0; i < a.count; ++i) {
-        const Weight w = view_of(a.weights[i]);
-        const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[i]) : nullptr;
-        const Output out = {y, a.y_stride * bytes, a.x_dtype, bias, a.bias_dtype};
-        call.jobs[i] = {w, x, out, &path, memory + job_bytes, i == 0, 0};
-        y += w.rows * bytes;
+    const int64_t x_stride = a.x_stride * bytes, y_stride = a.y_stride * bytes;
+    for (int64_t r = 0; r < ranges.count; ++r) {
+        const int64_t row = ranges.begin(r);
+        const uint8_t* from = static_cast<const uint8_t*>(a.x) + row * x_stride;
+        const Input x = {from, x_stride, a.x_dtype, nullptr, ranges.begin(r + 1) - row};
+        uint8_t* y = static_cast<uint8_t*>(a.y) + row * y_stride;
+        for (int32_t i = 0; i < a.count; ++i) {
+            const Weight w = view_of(a.weights[i]);
+            const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[i]) : nullptr;
+            const Output out = {y, y_stride, a.x_dtype, bias, a.bias_dtype};
+            call.jobs[call.count++] = {w, x, out, &path, own ? nullptr : memory + job_bytes, !own && i == 0, 0};
+            y += w.rows * bytes;
+        }
     }
     return run(call, a.threads);
 }

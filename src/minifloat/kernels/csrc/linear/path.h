@@ -37,6 +37,9 @@ struct Path {
                      int64_t last);
     // Panels of a large weight per call of multiply(), so that its fixed cost is small.
     int64_t piece_panels = 1;
+    // Rows of x whose prepared form should stay in the L2 cache while a thread multiplies them with all of its panels; 0
+    // if no number is worth it. Null: always 0.
+    int64_t (*cached_rows)(const Weight& w, int32_t x_dtype) = nullptr;
 };
 
 // What a caller allows a path to do.
