@@ -33,7 +33,7 @@ def test_the_default_scheme_is_fp8_block() -> None:
 @pytest.mark.parametrize(
     ("name", "weight"),
     [
-        ("fp8-block", WeightSpec(E4M3, BLOCK_128, FLOAT32, ScaleRule.AMAX)),
+        ("fp8-block", WeightSpec(E4M3, BLOCK_128, FLOAT32, ScaleRule.RCEIL)),
         ("fp8", WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.AMAX)),
         ("fp8-static", WeightSpec(E4M3, TENSOR, FLOAT32, ScaleRule.AMAX)),
         ("fp8-dynamic", WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.AMAX)),

@@ -38,8 +38,8 @@ def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None
         grid = amax(w, spec.granularity)
     if spec.scale is E8M0:
         return e8m0_scales(grid, spec.element, spec.rule), None
-    if spec.scale is FLOAT32 and spec.rule is ScaleRule.AMAX:
-        return float_scales(grid, spec.element), None
+    if spec.scale is FLOAT32 and spec.rule in (ScaleRule.AMAX, ScaleRule.RCEIL):
+        return float_scales(grid, spec.element, spec.rule), None
     if spec.scale is not E4M3 or spec.rule not in (ScaleRule.AMAX, ScaleRule.SEARCH):
         raise ValueError(f"no way to choose {spec.scale.name} scales by {spec.rule}")
     divisor = global_divisor(amax(w, TENSOR) if tensor_amax is None else tensor_amax)

@@ -50,10 +50,16 @@ def global_divisor(tensor_amax: Tensor) -> Tensor:
     return torch.full((), float(scalar_global_divisor(float(tensor_amax))), device=tensor_amax.device)
 
 
-def float_scales(amax_grid: Tensor, element: ElementFormat) -> Tensor:
-    """Return float32 scales, ``amax / element.max`` rounded to nearest, never zero and never subnormal."""
+def float_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule = ScaleRule.AMAX) -> Tensor:
+    """Return float32 scales, ``amax / element.max`` rounded to nearest, never zero and never subnormal.
+
+    RCEIL rounds them up to powers of two.
+    """
     # zeros get 2**-23, as in compressed-tensors; a server may flush subnormal scales and divide by zero
     scale = (amax_grid / _constant(element.max, amax_grid)).clamp(min=FLOAT32.min_normal)
+    if rule is ScaleRule.RCEIL:
+        power = ((scale.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK).view(torch.float32)
+        scale = torch.where(scale.isfinite(), power, scale)
     return torch.where(amax_grid == 0, _epsilon(FLOAT32), scale)
 
 

@@ -9,6 +9,9 @@ from minifloat.errors import lookup
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, Granularity
 
+#: Key of the rule of scales in the header of each file of weights.
+SCALE_RULE = "scale_rule"
+
 
 class ScaleRule(enum.Enum):
     """Rule by which the scale of a block is computed from its amax."""
@@ -110,8 +113,9 @@ SCHEMES: dict[str, Scheme] = {
     for scheme in (
         Scheme(
             "fp8-block",
-            "E4M3, float32 scale per 128x128 block; loads in vLLM, SGLang and transformers",
-            WeightSpec(E4M3, BLOCK_128),
+            "E4M3, a power of two per 128x128 block as scale; loads in vLLM, SGLang and transformers",
+            # DeepGEMM takes only powers of two: others would be rounded up while a server loads, and the codes again.
+            WeightSpec(E4M3, BLOCK_128, rule=ScaleRule.RCEIL),
             ActivationSpec(E4M3, GROUP_128, dynamic=True),
         ),
         Scheme("fp8", "E4M3 per output channel, activations in BF16 (W8A16)", WeightSpec(E4M3, CHANNEL)),

@@ -46,7 +46,7 @@ from minifloat.model.layouts.decoded import DecodedCheckpoint, quantized_model_c
 from minifloat.model.plan.quantization import kept_experts
 from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, QuantizedShare, TensorPlan
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
-from minifloat.numerics.scheme import without_static_scales
+from minifloat.numerics.scheme import SCALE_RULE, without_static_scales
 from minifloat.quantize.convert.job import convert_opened
 from minifloat.quantize.document import BUDGET_CHART, model_card
 from minifloat.quantize.nonfinite import nonfinite_notes, tensors_allowed
@@ -205,7 +205,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         cls, run: PlannedRun, writer: CheckpointWriter, pool: ThreadPoolExecutor, progress: Progress | None
     ) -> QuantizeJob:
         """Return the job that streams the tensors of a run."""
-        metadata = {"format": "pt", "minifloat": __version__, "scale_rule": run.plan.scheme.weight.rule.value}
+        metadata = {"format": "pt", "minifloat": __version__, SCALE_RULE: run.plan.scheme.weight.rule.value}
         if run.rounded is not None:
             metadata[ROUNDING] = str(run.rounded.recipe["method"])
         elif not run.planner.options.from_quantized:  # such a source may have codes already, which are kept

@@ -15,7 +15,7 @@ from minifloat.deploy.check.target import ENGINES, Target, machines_of
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.numerics.formats import E4M3
-from minifloat.numerics.granularity import TENSOR, block_granularity
+from minifloat.numerics.granularity import BLOCK_128, TENSOR, block_granularity
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, WeightSpec, weight_only
 
 #: One layer of a model whose sizes suit every scheme on one process, and 128x128 blocks on two.
@@ -33,6 +33,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rope_par
 FP8_KV = KVSpec(E4M3, TENSOR)
 BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
 NVFP4_W4A4 = SCHEMES["nvfp4-w4a4"]
+_ANY_SCALES = replace(SCHEMES["fp8-block"], weight=WeightSpec(E4M3, BLOCK_128))
 DEEPSEEK_V4: dict[str, Any] = {"experts": True, "model_type": "deepseek_v4"}
 
 
@@ -194,8 +195,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         "sglang:b200",
         subject("mxfp8-w8a8", "mxfp8", model_type="qwen3"),
     ),
-    "vllm-blocks-rounded-again": (subject("fp8-block"), "vllm:h100", "vllm:l40s"),
-    "sglang-blocks-rounded-again": (subject("fp8-block"), "sglang:b200", "sglang:h100"),
+    "vllm-blocks-rounded-again": (subject(_ANY_SCALES), "vllm:h100", "vllm:l40s"),
+    "sglang-blocks-rounded-again": (subject(_ANY_SCALES), "sglang:b200", "sglang:h100"),
     "sglang-mxfp8": (subject("mxfp8"), "sglang:h100", subject("mxfp4")),
     "sglang-mxfp8-layout": (subject("mxfp8-w8a8", "mxfp8"), "sglang:h100", "sglang:b200"),
     "sglang-mxfp8-rounded-again": (subject("mxfp8-w8a8", "mxfp8"), "sglang:mi300", "sglang:b200"),
@@ -264,7 +265,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "tensorrt-llm-nvidia-only": (subject("fp8-block"), "tensorrt-llm:mi300", "tensorrt-llm:h100"),
     "tensorrt-llm-not-read": (subject("fp8-static"), "tensorrt-llm:h100", subject("fp8-static", "modelopt")),
-    "tensorrt-llm-blocks-rounded-again": (subject("fp8-block"), "tensorrt-llm:b200", "tensorrt-llm:h200"),
+    "tensorrt-llm-blocks-rounded-again": (subject(_ANY_SCALES), "tensorrt-llm:b200", "tensorrt-llm:h200"),
     "minifloat-nvidia-only": (subject("fp8"), "minifloat:mi300", "minifloat:a100"),
     "minifloat-gpu-unmeasured": (subject("fp8"), "minifloat:h100", "minifloat:cpu"),
     "minifloat-one-process": (subject("fp8"), "minifloat:cpu:tp2", "minifloat:cpu"),

@@ -18,6 +18,7 @@ from minifloat.model.layouts.gguf.architectures import BY_CLASS
 from minifloat.model.layouts.gguf.blocks import blocks_of
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128
+from minifloat.numerics.scheme import ScaleRule
 from minifloat.report.text import layer_pattern
 
 #: Returns the evidence that a rule applies, as lines; no lines where the rule does not apply.
@@ -50,6 +51,7 @@ def weights(
     layout: str | None = None,
     experts: bool | None = None,
     element: ElementFormat | None = None,
+    rule: ScaleRule | None = None,
     leaves: Collection[str] = (),
     model_types: Collection[str] = (),
 ) -> Condition:
@@ -62,8 +64,9 @@ def weights(
         if model_types and not {subject.model_type, subject.outer_type} & set(model_types):
             return
         for weight in case.weights(*kinds, experts=experts):
-            of_element = element is None or (weight.spec is not None and weight.spec.element is element)
-            if of_element and (not leaves or weight.leaf in leaves):
+            spec = weight.spec
+            fits = spec is not None and element in (None, spec.element) and rule in (None, spec.rule)
+            if fits and (not leaves or weight.leaf in leaves):
                 yield from named([weight])
 
     return find

@@ -34,6 +34,7 @@ from minifloat.deploy.check.vllm_plugin import NAME as PLUGIN
 from minifloat.model.architecture.roles import TEXT_ONLY
 from minifloat.model.layouts import compressed_tensors, fp8, mlx, modelopt
 from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.scheme import ScaleRule
 
 
 class LoadVerdict(enum.Enum):
@@ -157,6 +158,9 @@ _ROUNDED_AGAIN = (
     "DeepGEMM takes scales that are powers of two: scales of blocks are rounded up and the codes rounded again, which "
     "doubles the squared error of the weights (SmolLM2-135M: 31.6 to 28.5 dB)"
 )
+_POWERS = "quantize the original with minifloat, whose blocks have powers of two"
+#: Blocks whose scales are not said to be powers of two.
+_ANY_SCALES = weights(Kind.FP8_BLOCK, rule=ScaleRule.AMAX)
 _NO_DRAFTS = (
     "the projection of multi-token prediction is built without quantization: the model loads, speculative decoding "
     "with these layers does not"
@@ -377,15 +381,15 @@ RULES: tuple[LoadingRule, ...] = (
         "not faster than BF16",
         source="vLLM and SGLang: compressed_tensors_w8a8_fp8.py: get_min_capability is 89; below, Marlin or Humming",
     ),
-    rule("vllm-blocks-rounded-again", VLLM, SINCE_HOPPER, DEGRADED, weights(Kind.FP8_BLOCK)).because(
+    rule("vllm-blocks-rounded-again", VLLM, SINCE_HOPPER, DEGRADED, _ANY_SCALES).because(
         _ROUNDED_AGAIN,
-        cure="start vLLM with VLLM_USE_DEEP_GEMM=0, or quantize with --scheme fp8-dynamic",
+        cure=f"start vLLM with VLLM_USE_DEEP_GEMM=0, or {_POWERS}",
         source="quantization/utils/fp8_utils.py: requant_weight_ue8m0_inplace; utils/deep_gemm.py: "
         "is_deep_gemm_e8m0_used (0.33.0)",
     ),
-    rule("sglang-blocks-rounded-again", SGLANG, BLACKWELL, DEGRADED, weights(Kind.FP8_BLOCK)).because(
+    rule("sglang-blocks-rounded-again", SGLANG, BLACKWELL, DEGRADED, _ANY_SCALES).because(
         _ROUNDED_AGAIN,
-        cure="start SGLang with --fp8-gemm-backend cutlass, or quantize with --scheme fp8-dynamic",
+        cure=f"start SGLang with --fp8-gemm-backend cutlass, or {_POWERS}",
         source=f"{_SGLANG}layers/quantization/fp8_utils.py: requant_block_scale_ue8m0_for_deepgemm",
     ),
     rule("vllm-b200-mxfp4-inputs", VLLM, BLACKWELL, DEGRADED, weights(Kind.MXFP4, layout=CT)).because(
@@ -549,8 +553,10 @@ RULES: tuple[LoadingRule, ...] = (
         "(fp8-static) or mxfp8",
         source=f"{_TENSORRT_LLM}models/quant_config_utils.py: _quant_config_from_config_group",
     ),
-    rule("tensorrt-llm-blocks-rounded-again", TENSORRT_LLM, BLACKWELL, DEGRADED, weights(Kind.FP8_BLOCK)).because(
-        _ROUNDED_AGAIN, source="TensorRT-LLM: docs/source/features/quantization.md: the MXFP8 recipe on sm_100"
+    rule("tensorrt-llm-blocks-rounded-again", TENSORRT_LLM, BLACKWELL, DEGRADED, _ANY_SCALES).because(
+        _ROUNDED_AGAIN,
+        cure=_POWERS,
+        source="TensorRT-LLM: docs/source/features/quantization.md: the MXFP8 recipe on sm_100",
     ),
     # minifloat
     rule("minifloat-nvidia-only", MINIFLOAT, AMD, REFUSED, when.anything).because(

@@ -82,7 +82,7 @@ bool valid(const minifloat_quantize_rows_args& a) {
     const bool whole_row = a.one_scale || a.block_cols >= a.cols;
     if (a.rows < 0 || a.cols < 1 || a.block_rows < 1 || a.block_cols < 1 || !known_dtype(a.dtype)) return false;
     if (!whole_row && a.block_cols % lanes != 0) return false;
-    if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_CODED_SEARCH) return false;
+    if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_FLOAT32_RCEIL) return false;
     if (!known_format(a.element)) return false;
     const bool coded_search = a.scaling == MINIFLOAT_SCALE_CODED_SEARCH;
     const bool coded = a.scaling == MINIFLOAT_SCALE_CODED || coded_search;

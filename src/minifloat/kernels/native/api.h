@@ -12,7 +12,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 22
+#define MINIFLOAT_ABI_VERSION 23
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -34,7 +34,8 @@ enum minifloat_scaling {
     MINIFLOAT_SCALE_EVEN = 3,
     MINIFLOAT_SCALE_RCEIL = 4,
     MINIFLOAT_SCALE_SEARCH = 5,
-    MINIFLOAT_SCALE_CODED_SEARCH = 6,  // CODED, then a search of the codes around it; blocks of 1x16
+    MINIFLOAT_SCALE_CODED_SEARCH = 6,   // CODED, then a search of the codes around it; blocks of 1x16
+    MINIFLOAT_SCALE_FLOAT32_RCEIL = 7,  // FLOAT32, rounded up to a power of two
 };
 
 // The properties of a signed format of at most 8 bits that rounding needs; numerics/formats.py defines them.

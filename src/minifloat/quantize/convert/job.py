@@ -40,6 +40,7 @@ from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
 from minifloat.model.layouts import gguf as gguf_layout
 from minifloat.model.layouts.reading import read_scales, widen
+from minifloat.numerics.scheme import SCALE_RULE
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
 from minifloat.quantize.convert.mlx_plan import fold_of
@@ -59,7 +60,6 @@ from minifloat.quantize.options import ConvertOptions, GgufOptions
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import chunks, copy_digest, copy_tensor, write_decoded
 
-_METADATA = {"format": "pt", "minifloat": __version__}
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 
 
@@ -138,7 +138,7 @@ def convert_opened(
         check_record=record_check(TENSOR_ROW),
     ) as writer:
         with worker_pool(processors.workers(options.workers), writer) as pool:
-            job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _METADATA, progress, allowed)
+            job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), _metadata(checkpoint), progress, allowed)
             rows = {row["name"]: ConvertedTensor(**row) for row in job.run()}
             tensors = tuple(rows[name] for name in checkpoint.tensors)
         report = replace(
@@ -198,6 +198,13 @@ def _write_small_files(
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
     writer.write_file(CARD_FILE, model_card(checkpoint, report, engines).encode())
     writer.write_file(CONFIG_FILE, encode_json(plan.config))
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the strings in the headers of files, with the rule of the scales where all files of the source name it."""
+    rules = {metadata.get(SCALE_RULE, "") for metadata in checkpoint.metadata.values()}
+    rule = rules.pop() if len(rules) == 1 else ""
+    return {"format": "pt", "minifloat": __version__} | ({SCALE_RULE: rule} if rule else {})
 
 
 @dataclass

@@ -106,7 +106,7 @@ class Slab {
         const int64_t grid_row = a_.one_scale ? 0 : p.row_begin / block_rows_;
         const int64_t first = grid_row * grid_cols_ + p.col_begin / block_cols_;
         const BlockScales& s = scratch_.blocks;
-        if (a_.scaling == MINIFLOAT_SCALE_FLOAT32)
+        if (stores_float32(a_.scaling))
             __builtin_memcpy(static_cast<float*>(a_.scales) + first, s.scale, blocks * sizeof(float));
         else
             store_bytes(s.code, blocks, static_cast<uint8_t*>(a_.scales) + first);

@@ -37,6 +37,14 @@ inline float float32_scale(int32_t amax, float element_max, float zero_scale) {
 inline void float32_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
     const float element_max = a.element.max, zero_scale = a.zero_scale;
     for (int b = 0; b < blocks; ++b) s.scale[b] = float32_scale(s.amax[b], element_max, zero_scale);
+    if (a.scaling != MINIFLOAT_SCALE_FLOAT32_RCEIL) return;
+    const int32_t mantissa_mask = (1 << kMantissaBits) - 1;
+    for (int b = 0; b < blocks; ++b)
+        s.scale[b] = bit_cast<float>((bit_cast<int32_t>(s.scale[b]) + mantissa_mask) & ~mantissa_mask);
+}
+
+inline bool stores_float32(int scaling) {
+    return scaling == MINIFLOAT_SCALE_FLOAT32 || scaling == MINIFLOAT_SCALE_FLOAT32_RCEIL;
 }
 
 inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
@@ -73,7 +81,7 @@ inline void e8m0_scales(BlockScales& s, int blocks, int scaling, const Format& e
 
 // SEARCH starts from FLOOR and CODED_SEARCH from CODED; the elements refine both.
 inline void choose_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a, const Format& element) {
-    if (a.scaling == MINIFLOAT_SCALE_FLOAT32)
+    if (stores_float32(a.scaling))
         float32_scales(s, blocks, a);
     else if (a.scaling == MINIFLOAT_SCALE_CODED || a.scaling == MINIFLOAT_SCALE_CODED_SEARCH)
         coded_scales(s, blocks, a);

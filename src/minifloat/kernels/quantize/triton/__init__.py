@@ -27,6 +27,7 @@ _DTYPES = {"BF16": torch.int16, "F16": torch.float16, "F32": torch.float32}
 
 _SCALINGS = {
     (FLOAT32, ScaleRule.AMAX): scales.FLOAT_SCALES,
+    (FLOAT32, ScaleRule.RCEIL): scales.FLOAT_RCEIL,
     (E4M3, ScaleRule.AMAX): scales.CODED_SCALES,
     (E8M0, ScaleRule.FLOOR): scales.FLOOR,
     (E8M0, ScaleRule.EVEN): scales.EVEN,
@@ -154,7 +155,7 @@ def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int, *, rounds_
         "PACKED": element.bits * 2 == torch.iinfo(torch.uint8).bits,
         "ONE_SCALE": one_scale,
         "SCALING": scaling,
-        "SATURATES": scaling is not scales.RCEIL and (scaling is not scales.FLOAT_SCALES or one_scale),
+        "SATURATES": scaling is not scales.RCEIL and (spec.scale is not FLOAT32 or one_scale),
         "POWERS": spec.scale is E8M0,
         "HARDWARE": rounds_e4m3 and element is E4M3,
         "ZERO_SCALE": int(encode(torch.tensor(2.0**-coded.mantissa_bits), coded)),

@@ -26,6 +26,7 @@ EVEN: Any = tl.constexpr(3)
 RCEIL: Any = tl.constexpr(4)
 SEARCH: Any = tl.constexpr(5)
 CODED_SEARCH: Any = tl.constexpr(6)
+FLOAT_RCEIL: Any = tl.constexpr(7)
 
 _MANTISSA: Any = tl.constexpr(FLOAT32.mantissa_bits)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
@@ -146,8 +147,10 @@ def block_scales(
     LAST_SCALE: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
 ):
-    if SCALING == FLOAT_SCALES:
+    if SCALING == FLOAT_SCALES or SCALING == FLOAT_RCEIL:  # noqa: SIM109 (Triton has no `in`)
         factor = float_scales(amax, LARGEST)
+        if SCALING == FLOAT_RCEIL:
+            factor = ((bits_of(factor) + _LAST_MANTISSA) & ~_LAST_MANTISSA).to(tl.float32, bitcast=True)
         stored = factor
     elif SCALING == CODED_SCALES or SCALING == CODED_SEARCH:  # noqa: SIM109 (Triton has no `in`)
         unrounded = divisor * tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
