@@ -15,6 +15,7 @@ from typing import Protocol
 from minifloat.errors import MinifloatError
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.worker import Worker
+from minifloat.kernels.linear import int8
 
 SHAPE = "tinyllama-1.1b"
 BASELINE = "transformers BF16"
@@ -174,6 +175,8 @@ class Installed:
 
     def missing(self, name: str) -> str | None:
         """Return why an engine cannot be measured, or None."""
+        if name in _OURS and _OURS[name][2] == "int8" and (reason := int8.why_not()):
+            return reason
         option, model = self._needs(name)
         if option and not self.pythons.get(option):
             return f"--{option}-python is not given"
