@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rounding_cases import count_passes
 
+from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.options import TextOptions
 from minifloat.deploy.check import check_checkpoint
 from minifloat.errors import UsageError
@@ -124,6 +126,14 @@ def test_a_budget_that_cannot_be_met_names_the_nearest(
     with pytest.raises(UsageError, match=nearest):
         within(llama, tmp_path / "out", text, budget)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_gradients_say_nothing_is_refused(
+    llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayerStack, "loss_gradient", lambda _, __, hidden, ___: torch.zeros_like(hidden))
+    with pytest.raises(UsageError, match=r"no group of weights has a damage.*--override"):
+        within(llama, tmp_path / "out", text, Budget(bits=6.0))
 
 
 def test_a_budget_needs_data_and_formats_of_weights_alone(llama: Path, text: Path, tmp_path: Path) -> None:

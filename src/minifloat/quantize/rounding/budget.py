@@ -199,6 +199,11 @@ def round_within_budget(
         moments = stack.enter_context(OutputMoments(work_dir))
         report = None if progress is None else partial(_report, progress, "measuring damage")
         damages = measure_damage(checkpoint, _request(formats), texts, options, moments, report)
+        if not any(damage > 0 for of_group in damages.values() for damage in of_group.values()):
+            raise UsageError(
+                f"{budget}: no group of weights has a damage, because the gradients of the model are zero or not "
+                "finite; choose formats by hand (--override)"
+            )
         search, attempts = _Search(budget, formats.groups, damages), list[_Attempt]()
         while len(attempts) <= _ATTEMPTS and (choice := search.choose()) is not None:
             if choice in search.choices[-1:]:
