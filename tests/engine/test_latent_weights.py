@@ -8,14 +8,16 @@ import torch
 from minifloat.engine.latent_weights import HeadWeights, head_formats, head_weights
 from minifloat.kernels.pack import pack, why_not
 from minifloat.numerics.formats import E4M3, FLOAT32
-from minifloat.numerics.granularity import GROUP_128, block_granularity
+from minifloat.numerics.granularity import BLOCK_128, GROUP_128, block_granularity
 from minifloat.numerics.scheme import SCHEMES, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 HEADS, RANK = 3, 160
 SIZES = {"DeepSeek": (128, 128), "GLM-4.7-Flash": (192, 256), "blocks of 32": (96, 64), "blocks of 8": (24, 40)}
+#: Blocks whose scales are no powers of two.
+ANY_BLOCKS = "blocks of any scale"
 #: Formats of keys that stay E4M3.
-KEPT = {"fp8", "fp8-static", "fp8-block"}
+KEPT = {"fp8", "fp8-static", "fp8-block", ANY_BLOCKS}
 
 
 def matrix(plain: int, value_dim: int) -> torch.Tensor:
@@ -35,12 +37,14 @@ def restored(found: HeadWeights) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("scheme", ["fp8", "fp8-static", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("scheme", [ANY_BLOCKS, "fp8", "fp8-static", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
 def test_the_numbers_are_those_of_the_matrix(scheme: str, sizes: str) -> None:
     plain, value_dim = SIZES[sizes]
-    weight = quantize_tensor(matrix(plain, value_dim), SCHEMES[scheme].weight)
+    spec = WeightSpec(E4M3, BLOCK_128) if scheme == ANY_BLOCKS else SCHEMES[scheme].weight
+    weight = quantize_tensor(matrix(plain, value_dim), spec)
     found = head_weights(weight, HEADS, plain, value_dim)
-    inexact = scheme == "fp8-block" and sizes == "blocks of 8"  # columns of fewer than 32 cannot share a scale
+    narrow = scheme in (ANY_BLOCKS, "fp8-block") and sizes == "blocks of 8"  # fewer than 32 columns share no scale
+    inexact = narrow and scheme == ANY_BLOCKS
     assert found.is_rounded == inexact
     torch.testing.assert_close(restored(found), weight.dequantize(), rtol=2**-8 if inexact else 1e-6, atol=0)
     formats = head_formats(weight.spec, plain, value_dim, RANK)
@@ -49,7 +53,7 @@ def test_the_numbers_are_those_of_the_matrix(scheme: str, sizes: str) -> None:
         for each in weights:
             assert stated == (each.spec if isinstance(each, QuantizedTensor) else None)
             assert not why_not(stated, tuple(each.shape), "cpu")
-    assert (formats.keys is not None) == (scheme in KEPT and not inexact)
+    assert (formats.keys is not None) == (scheme in KEPT and not narrow)
     if found.factors is not None:
         assert 1 <= float(found.factors.max()) < 2
 

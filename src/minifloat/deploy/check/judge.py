@@ -330,7 +330,8 @@ def _verdict(engine: str, reports: Mapping[str, CheckReport]) -> EngineVerdict:
     def on(wanted: LoadVerdict) -> tuple[str, ...]:
         return tuple(name for name, report in reports.items() if report.verdict is wanted)
 
-    worst = max((report.verdict for report in reports.values()), key=lambda verdict: verdict.rank)
+    verdicts = {report.verdict for report in reports.values()}
+    worst = LoadVerdict.WRONG if LoadVerdict.WRONG in verdicts else max(verdicts, key=lambda verdict: verdict.rank)
     first = [report.findings[0] for report in reports.values() if report.verdict is worst and report.findings]
     shown: Finding | None = None
     if first and worst is not LoadVerdict.LOADS:
