@@ -43,8 +43,8 @@ from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import HashedReads, copy_digest
 from minifloat.report.markdown import markers
 
-#: Type of most weights -> the name of `gguf.LlamaFileType` that llama.cpp prints.
 _SMALL = 1 << 24  #: bytes of a card or a Modelfile that are credible
+#: Type of most weights -> the name of `gguf.LlamaFileType` that llama.cpp prints.
 _FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "F32": "ALL_F32"}
 
 

@@ -233,13 +233,15 @@ def _request(formats: Formats) -> DamageRequest:
     groups = formats.groups.groups
     changes = {
         scheme.name: Change(formats.plan([scheme if scheme in _schemes(group) else formats.scheme for group in groups]))
-        for scheme in dict.fromkeys(scheme for group in groups for scheme in _schemes(group))
+        for scheme in _schemes(*groups)
     }
     return DamageRequest({group.name: group.parts for group in groups}, changes)
 
 
-def _schemes(group: Group) -> list[Scheme]:
-    return [option.scheme for option in group.options if option.scheme is not None]
+def _schemes(*groups: Group) -> list[Scheme]:
+    """Return the formats that some of the groups may have."""
+    found = (option.scheme for group in groups for option in group.options)
+    return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ def budget_search(formats: Formats, plan: QuantizationPlan, budget: Budget, conf
     """Return what it takes to choose a mixture, beside rounding in a plan once."""
     groups = formats.groups.groups
     shapes = {part.module: part.shape for tensor in plan.tensors for part in tensor.parts}
-    weights, count = sum(map(math.prod, shapes.values())), len(_request(formats).changes)
+    weights, count = sum(map(math.prod, shapes.values())), len(_schemes(*groups))
     products = 2.0 * weights * DAMAGE_TOKENS * visited_share(config) * (count + 1)
     work = Work(forward=products, cast=float(weights) * count)
     return Search(
