@@ -16,14 +16,17 @@ from serving import running, wait_for
 
 from minifloat.serve.server.http_server import RESERVED_DESCRIPTORS, fitting_connections
 
-#: Opens sockets until no more can be connected, says so, and holds them.
+#: Opens connections and holds them; at the next line of its input it asks for the health over one more.
 HOLD = """
 import socket, sys
-held = []
+address = ("127.0.0.1", int(sys.argv[1]))
 sys.stdin.readline()
-for _ in range(int(sys.argv[2])):
-    held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+held = [socket.create_connection(address) for _ in range(int(sys.argv[2]))]
 print("held", flush=True)
+sys.stdin.readline()
+asking = socket.create_connection(address)
+asking.sendall(b"GET /health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+print(asking.recv(65536).split(b"\\r\\n")[0].decode(), flush=True)
 sys.stdin.read()
 """
 
@@ -69,15 +72,16 @@ def test_without_descriptors_the_server_waits_logs_little_and_answers_again(
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holding:
             assert holding.stdout is not None
             assert holding.stdin is not None
-            set_limit(_open() + 40)  # far fewer than connections; the other process keeps its own limit
+            # Far fewer than connections. The other process keeps its own limit: here the server and a client would share
+            # it, and whichever came first would have the last descriptor.
+            set_limit(_open() + 40)
             holding.stdin.write("begin\n")
             holding.stdin.flush()
             assert holding.stdout.readline() == "held\n"
             assert wait_for(lambda: "no connection can be accepted" in caplog.text)
-            connection = client.connect()
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-            connection.close()
+            holding.stdin.write("ask\n")
+            holding.stdin.flush()
+            assert holding.stdout.readline() == "HTTP/1.1 200 OK\n"
             holding.communicate("")
         assert client.get("/health").status == 200
     assert len(caplog.text) < 20_000, "the log is flooded"
