@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import torch
 
 from fuzzing import small
 from fuzzing.mutation import (
@@ -30,24 +29,17 @@ from minifloat.calibration.result import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.calibration.summary import summarize
-from minifloat.checkpoint.array_file import write_arrays
 from minifloat.checkpoint.header import encode_header
 from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.errors import MinifloatError
 from minifloat.numerics.histogram import count_magnitudes
-from minifloat.quantize.rounding.saved import HESSIANS_FORMAT, layer_hessians, pack_symmetric, read_saved_layer
-from minifloat.quantize.rounding.stages import Stage
 
-_HESSIANS = "minifloat Hessians"
 _RULES = ("max", "percentile:99", "mse", "delayed:history=8")
 
 
 def _run(data: bytes) -> None:
     path = small.fresh("statistics.safetensors")
     path.write_bytes(data)
-    parts = split_safetensors(data)
-    if parts is not None and _metadata(parts[0]).get("format") == _HESSIANS:
-        return _use_layer(path)
     stats = read_stats(path)
     copy = small.fresh("copy.safetensors")
     write_stats(stats, copy)
@@ -66,7 +58,6 @@ def _run(data: bytes) -> None:
         )
         if output.is_dir():
             _require_scales(output)
-    return None
 
 
 def _unless_refused(step: Callable[[], object]) -> None:
@@ -87,16 +78,6 @@ def _require_scales(folder: Path) -> None:
 
 def _of_bf16(bits: bytes) -> np.ndarray:
     return (np.frombuffer(bits, "<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-def _use_layer(path: Path) -> None:
-    layer = read_saved_layer(path)
-    for stage, (row, tokens) in enumerate(zip(layer.stages, layer.tokens, strict=True)):
-        assert len(row.experts) == len(tokens), "a stage has other tokens than experts"
-        for expert in range(len(tokens)):
-            layer.hessian(stage, expert)
-            layer.held_out(stage, expert)
-            layer.largest(stage, expert)
 
 
 def _metadata(header: object) -> dict[str, str]:
@@ -160,28 +141,10 @@ def _seeds() -> dict[str, bytes]:
     stats = ActivationStats(identity, 3, 7, {"source": "text", "seed": 0}, inputs, kv)
     path = small.fresh("seed.safetensors")
     write_stats(stats, path)
-    seeds = {"statistics": path.read_bytes()}
-    hessian = pack_symmetric(torch.eye(4))
-    tensors = {"hessian.0.0": hessian, "amax.0.0": torch.ones(4), "held_out.0.0": torch.ones(2, 4)}
-    stages = [Stage("mlp", (("mlp.up_proj",),), 4, outer=False)]
-    write_arrays(path, HESSIANS_FORMAT, layer_hessians(stages, [[5]], tensors))
-    return seeds | {"hessians": path.read_bytes()}
+    return {"statistics": path.read_bytes()}
 
 
-_WORDS = {*(STATS_FORMAT.arrays or ()), "F32", "I64", "F16", "U8", "record", "sha256", "version", "format", "stages"}
-_WORDS |= {
-    "slots",
-    "tokens",
-    "width",
-    "outer",
-    "path",
-    "hessian.0.0",
-    "held_out.0.0",
-    "channels",
-    "kv",
-    "inputs",
-    "1",
-    "2",
-}
+_WORDS = {*(STATS_FORMAT.arrays or ()), "F32", "I64", "F16", "U8", "record", "sha256", "version", "format"}
+_WORDS |= {"tokens", "channels", "kv", "inputs", "1", "2"}
 
 TARGET = Target(_run, _seeds, seconds=5, mutate=_mutate)

@@ -81,9 +81,8 @@ SIZES = ("--calibration-samples", "8", "--calibration-seq-len", "16")
     [
         ("quantize", *SIZES),
         ("quantize", *SIZES, "--target-bits", "5"),
-        ("calibrate", "--hessians", "--samples", "8", "--seq-len", "16"),
     ],
-    ids=["scheme", "budget", "hessians"],
+    ids=["scheme", "budget"],
 )
 def test_too_small_a_number_is_refused_before_text_is_written_or_read(tmp_path: Path, command: tuple[str, ...]) -> None:
     model = write_model(tmp_path / "llama", "llama")

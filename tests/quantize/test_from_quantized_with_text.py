@@ -97,17 +97,6 @@ def test_calibrate_runs_the_dequantized_model_if_asked_for(
         )
 
 
-def test_stored_hessians_of_a_quantized_model_give_the_codes_of_its_text(
-    models: tuple[Path, Path], text: Path, tmp_path: Path
-) -> None:
-    stats, options = tmp_path / "stats.safetensors", ("--scheme", "mxfp4", "--method", "gptq", "--from-quantized")
-    sizes = ("--samples", "60", "--seq-len", "32", "--from-quantized", "--hessians")
-    run(models[0], stats, "--data", text, command="calibrate", size=sizes)
-    run(models[0], tmp_path / "stored", *options, "--stats", stats, size=())
-    run(models[0], tmp_path / "text", *options, "--data", text)
-    assert stored(tmp_path / "stored") == stored(tmp_path / "text")
-
-
 def test_calibrate_refuses_a_quantized_model_unasked(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
     with pytest.raises(AlreadyQuantizedError, match=r"convert --dequantize.* or with --from-quantized$"):
         calibrate(models[0], text)

@@ -30,7 +30,6 @@ from minifloat.commands.options_from import build, options_from
     without=("work_dir", "device", "dtype", "rule", "max_saturation", "own_text_file", "revision"),
     until_stable={"metavar": "TOLERANCE"},
 )
-@click.option("--hessians", is_flag=True, help="Store Hessians too, for `quantize --method gptq --stats STATS`.")
 @device_option()
 @click.option("--rule", default="max", show_default=True, help="For the table that is printed; STATS suits every rule.")
 @click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
@@ -40,7 +39,6 @@ def calibrate(
     model: str,
     stats: Path,
     sources: tuple[str, ...],
-    hessians: bool,
     rule: str,
     overwrite: bool,
     verbose: bool,
@@ -54,9 +52,6 @@ def calibrate(
 
     DATA self is text that the model itself writes; it is kept beside STATS, in MODEL.self-text-512.safetensors,
     where 512 is --seq-len.
-
-    With --hessians, the folder *.hessians beside STATS serves GPTQ in every scheme without text. It takes half
-    the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
     """
     from minifloat.calibration.calibrate import calibrate as run_calibration
     from minifloat.calibration.document import document
@@ -66,8 +61,6 @@ def calibrate(
     from minifloat.calibration.summary import summarize
     from minifloat.commands.progress import progress_bar
     from minifloat.quantize.own_text import prepare_own_text
-    from minifloat.quantize.rounding.collect import save_hessians
-    from minifloat.quantize.rounding.saved import hessians_path
     from minifloat.report import terminal
 
     parsed = parse_rule(rule)
@@ -81,21 +74,9 @@ def calibrate(
     )
 
     with progress_bar(enabled=not as_json) as progress:
-        if hessians:
-            save_hessians(
-                model,
-                sources,
-                hessians_path(stats),
-                options,
-                overwrite=overwrite,
-                progress=progress,
-            )
-        else:
-            prepare_own_text(model, sources, options, progress)
+        prepare_own_text(model, sources, options, progress)
         collected = run_calibration(model, sources, options, progress=progress)
     files = collected.save(stats, overwrite=overwrite)
-    if hessians:
-        files = (*files, hessians_path(stats))
     if as_json:
         summary = summarize(collected.stats, parsed, collected.held_out).to_dict()
         print_json({**collected.to_dict(), "files": list(map(str, files)), **summary})

@@ -52,7 +52,7 @@ def _scheme_help() -> str:
     help=f"What to quantize to; with a budget the cheapest format.  [default: {DEFAULT_SCHEME}; mxfp4 with a budget]",
 )
 @override_options()
-@click.option("--stats", type=FOLDER, help="Statistics of `calibrate`; with --method gptq their Hessians.")
+@click.option("--stats", type=FOLDER, help="Statistics of `calibrate`.")
 @click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Choose codes with this text, or with text of the model: self."
@@ -108,13 +108,13 @@ def quantize(**values: Any) -> None:
     if params.dry_run:
         _preview(params)
         return
-    only_casts = not (params.sources or params.data or _takes_hessians(params))
+    only_casts = not (params.sources or params.data)
     with progress_bar(enabled=not (params.quiet or params.as_json), in_bytes=only_casts) as progress:
         report = quantize_checkpoint(
             params.model,
             params.out,
             params.scheme,
-            _options(params, method=None if params.data or _takes_hessians(params) else params.method),
+            _options(params, method=None if params.data else params.method),
             calibration=_calibration(params, progress),
             data=_data(params),
             progress=progress,
@@ -140,7 +140,7 @@ def _preview(params: SimpleNamespace) -> None:
         params.scheme,
         _options(params),
         calibration=None
-        if params.stats is None or _takes_hessians(params)
+        if params.stats is None
         else Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation),
         calibrates=bool(params.sources or params.data),
         data=data,
@@ -165,9 +165,9 @@ def _options(params: SimpleNamespace, method: str | None = None) -> QuantizeOpti
 
 def _calibration(params: SimpleNamespace, progress: Progress | None) -> Calibration | None:
     """Return the activation statistics to take scales from: those of ``--stats``, or collected now; None: none."""
-    if _takes_hessians(params) or (params.stats is None and not params.sources):
+    if params.stats is None and not params.sources:
         if params.max_saturation is not None:
-            raise UsageError("--max-saturation needs --stats or --calibration, and no --method")
+            raise UsageError("--max-saturation needs --stats or --calibration")
         return None
     if params.stats is not None and params.sources:
         raise UsageError("--stats and --calibration both give activation statistics; give one of them")
@@ -208,18 +208,11 @@ def _budget(params: SimpleNamespace) -> Budget | None:
     return Budget(bits=params.target_bits, nbytes=params.target_bytes, max_kl=params.max_kl)
 
 
-def _takes_hessians(params: SimpleNamespace) -> bool:
-    """Return whether codes come from the Hessians beside the file of ``--stats``."""
-    return (
-        params.stats is not None and not params.data and not params.sources and params.method not in (None, "nearest")
-    )
-
-
 def _data(params: SimpleNamespace) -> DataOptions | None:
-    """Return the text of ``--data``, or the Hessians of ``--stats``, and the method; None without both."""
+    """Return the text of ``--data`` and the method; None without text."""
     if params.minutes is not None and not params.data:
         raise UsageError("--minutes needs --data self: without it no text is written")
-    if not params.data and not _takes_hessians(params):
+    if not params.data:
         if params.no_fold:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
         return None
@@ -235,8 +228,4 @@ def _data(params: SimpleNamespace) -> DataOptions | None:
     )
     method = get_method(params.method or DEFAULT_METHOD)
     rounding = RoundingOptions(method, fold=not params.no_fold, device=params.device)
-    if params.stats is not None and _takes_hessians(params):
-        from minifloat.quantize.rounding.saved import hessians_path
-
-        return DataOptions(rounding=rounding, hessians=hessians_path(params.stats))
     return DataOptions(params.data, text, rounding, minutes=params.minutes)

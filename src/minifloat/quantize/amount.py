@@ -22,7 +22,7 @@ def enough_text(text: TextOptions, plan: QuantizationPlan, config: Mapping[str, 
     if text.samples is None:
         tokens = max(TOKENS_PER_CHANNEL * width, _for_experts(plan, config))
         text = replace(text, samples=max(FEWEST_SEQUENCES, _sequences(text, tokens)))
-    require_enough(text, width, "(--calibration-samples), or leave the number out")
+    _require_enough(text, width)
     return text
 
 
@@ -31,7 +31,7 @@ def fewest_sequences(text: TextOptions, plan: QuantizationPlan) -> int:
     return _sequences(text, TOKENS_PER_CHANNEL * widest(plan))
 
 
-def require_enough(text: TextOptions, width: int, cure: str) -> None:
+def _require_enough(text: TextOptions, width: int) -> None:
     """Refuse sequences that leave too few tokens for linears of a width, before any of them is written or read."""
     if not text.held_out:
         raise DataError("codes that are chosen with data need held-out text to be judged on: hold out more than 0")
@@ -41,7 +41,8 @@ def require_enough(text: TextOptions, width: int, cure: str) -> None:
     if (kept := Tokens.of(samples, text).kept) < needed:
         raise DataError(
             f"{samples:,} sequences of {text.seq_len:,} tokens leave {kept:,} tokens for statistics, too few for "
-            f"linears with {width:,} input channels: give at least {_sequences(text, needed):,} {cure}"
+            f"linears with {width:,} input channels: give at least {_sequences(text, needed):,} "
+            "(--calibration-samples), or leave the number out"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,24 +86,21 @@ def source_warnings(gains: Sequence[SourceGain], method: str) -> tuple[str, ...]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Text or stored Hessians, and how codes are chosen with them.
+    """Text, and how codes are chosen with it.
 
     Attributes:
         sources: Files, folders or data sets, or ``"self"`` for text that the model itself writes.
         text: How text becomes sequences. The held-out part must not be empty. With `samples=None`, the default, 284
             sequences, or as many more as the widest linear needs.
         rounding: Method, folding, device.
-        hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
-            ``"gptq"``.
         minutes: Time for the text that the model writes and for rounding: as many sequences as fit, by an estimate from
             the speed of this machine; needs the source ``"self"`` and `samples=None`.
         announce: Called with one sentence on tokens, time, memory and disk before text is written or read.
     """
 
-    sources: Sequence[SourceLike] = ()
+    sources: Sequence[SourceLike]
     text: TextOptions = DEFAULT_TEXT
     rounding: RoundingOptions = DEFAULT_ROUNDING
-    hessians: Path | None = None
     minutes: float | None = None
     announce: Callable[[str], None] | None = None
 

@@ -156,7 +156,7 @@ def _inputs_search(
 ) -> Search | None:
     from minifloat.quantize.rounding.input_choice import chooses_inputs, inputs_search
 
-    if data.hessians is not None or not chooses_inputs(scheme, plan):
+    if not chooses_inputs(scheme, plan):
         return None
     return inputs_search(plan, checkpoint.config)
 

@@ -52,10 +52,8 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     if rounding is not None:
         calibration = ""  # static scales come from the same text
         sources = "".join(f" --data {_source_option(source)}" for source in rounding["data"].get("sources", ()))
-        text = sources, _text_options(rounding["data"])
-        if rounding.get("stored_hessians"):
-            calibration, text = "", (" --stats STATS", "")
-        data = f" --method {rounding['method']}{text[0]}{'' if rounding['fold'] else ' --no-fold'}{text[1]}"
+        fold = "" if rounding["fold"] else " --no-fold"
+        data = f" --method {rounding['method']}{sources}{fold}{_text_options(rounding['data'])}"
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     drafts = " --mtp" if recipe.get("mtp") else ""
     source = " --from-quantized" if recipe.get("from_quantized") else ""

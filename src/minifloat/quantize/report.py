@@ -273,8 +273,6 @@ def _data_text(rounding: Mapping[str, Any]) -> str:
     data, found = rounding["data"], rounding["held_out"]
     sources = ", ".join(f"{source['name']} ({source['tokens']:,} tokens)" for source in data.get("sources", ()))
     tokens = f"{sources}; {rounding['tokens']:,} tokens for statistics"
-    if not found:
-        return f"{tokens}, run before, from stored Hessians"
     chosen = f"chosen on {rounding['choosing']['tokens']:,}, reported on {found['tokens']:,} that nothing looked at"
     return f"{tokens}, {chosen}"
 
@@ -282,8 +280,6 @@ def _data_text(rounding: Mapping[str, Any]) -> str:
 def _gain_text(rounding: Mapping[str, Any]) -> str:
     """Return the divergence of the method and of rounding to nearest on held-out text."""
     found = rounding["held_out"]
-    if not found:
-        return "not measured: the codes come from stored Hessians, without text"
     nearest, method = found["nearest"], found["method"]
     ratio = f" ({method / nearest:.2f}x)" if nearest > 0 else ""
     method_text = _with_error(method, found["method_error"])

@@ -27,8 +27,7 @@ from minifloat.quantize.rounding.budget_formats import find_formats, loads_alike
 from minifloat.quantize.rounding.input_choice import ATTEMPTS, chooses_inputs, input_choice, inputs_search
 from minifloat.quantize.rounding.output_moments import OutputMoments
 from minifloat.quantize.rounding.rounded_model import RoundedModel
-from minifloat.quantize.rounding.run import require_independent, round_checkpoint, round_saved
-from minifloat.quantize.rounding.saved import SavedHessians
+from minifloat.quantize.rounding.run import round_checkpoint
 from minifloat.quantize.rounding.texts import SplitText
 
 
@@ -39,7 +38,7 @@ def run_with_data(
     """Choose codes with data, and formats too within a budget, and yield the run that writes them."""
     if (budget := planner.options.budget) is None:
         plan, notes = planner.chosen(scheme)
-        if data.hessians is None and chooses_inputs(scheme, plan):
+        if chooses_inputs(scheme, plan):
             with default_output(planner, plan, data, destination, progress) as (planner, plan, rounded):
                 yield planner.run(plan, notes, rounded.calibration(planner.checkpoint), rounded)
             return
@@ -61,15 +60,6 @@ def rounded_output(
 ) -> Iterator[RoundedOutput]:
     """Choose the codes of a plan with data; the work is kept if the block is left with an error."""
     work_dir = beside(destination, WORK_SUFFIX)
-    if data.hessians is not None:
-        if data.sources:
-            raise UsageError("give text (--data) or stored Hessians (--stats), not both")
-        require_independent(data.rounding)
-        saved = SavedHessians.load(data.hessians)
-        recipe = {**data.rounding.to_dict(), "data": dict(saved.data), "tokens": saved.tokens, "stored_hessians": True}
-        with round_saved(checkpoint, plan, saved, data.rounding, work_dir, progress) as model:
-            yield RoundedOutput(model, recipe, _notes(model, plan, data))
-        return
     texts, record = _texts(checkpoint, plan, data, destination, progress)
     with round_checkpoint(checkpoint, plan, texts, data.rounding, work_dir, progress) as model:
         gains = source_gains(record, texts.reported, data.text.held_out, model.held_out)
@@ -126,8 +116,6 @@ def budgeted_output(
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
     """Choose formats within a budget, and codes in them; the work is kept if the block is left with an error."""
-    if data.hessians is not None:
-        raise UsageError("a budget measures damage with text: give --data instead of --stats")
     checkpoint, overrides = planner.checkpoint, planner.overrides
     formats = find_formats(checkpoint, planner.plan, scheme, overrides, planner.options.target)
     require_feasible(budget, formats.groups)
@@ -176,11 +164,6 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
     """Return what the user must know: the gain, weights that were not rounded with data, and text that is far off."""
     found, name = model.held_out, data.rounding.method.name
     notes = []
-    if not found:
-        notes.append(
-            f"Codes were chosen with the Hessians in {data.hessians}. The KL from the original model was not measured, "
-            "because that needs text: run `minifloat compare`."
-        )
     missed = [module for module in plan.modules if module not in model.weights]
     if missed:
         notes.append(
@@ -193,7 +176,7 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
             f"{len(kept)} weights keep rounding to nearest, which loses less on held-out text: {', '.join(kept[:3])}"
             f"{' ...' if len(kept) > 3 else ''}."
         )
-    if found and found["method"] > found["nearest"]:
+    if found["method"] > found["nearest"]:
         notes.append(
             f"WARNING: {name} is worse than rounding to nearest on held-out text ({found['method']:.4f} against "
             f"{found['nearest']:.4f}); give more text, or text of the kind that the model will see."

@@ -72,8 +72,8 @@ def test_without_descriptors_the_server_waits_logs_little_and_answers_again(
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holding:
             assert holding.stdout is not None
             assert holding.stdin is not None
-            # Far fewer than connections. The other process keeps its own limit: here the server and a client would share
-            # it, and whichever came first would have the last descriptor.
+            # Far fewer than connections. The other process keeps its own limit: in this one, the server and a client
+            # would share it, and whichever came first would have the last descriptor.
             set_limit(_open() + 40)
             holding.stdin.write("begin\n")
             holding.stdin.flush()

@@ -1,6 +1,6 @@
 """`LayerWalk`: the layers of a model run one after the other, each over all sequences, with one layer in memory.
 
-Calibration, rounding and the collection of Hessians are such walks.
+Calibration and rounding are such walks.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.feedback import DAMPING, Feedback, times
-from minifloat.quantize.rounding.layer_fold import LayerFold, SampleInputs, layer_tensors, part_view
+from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold, layer_tensors, part_view
 from minifloat.quantize.rounding.methods import Grid, Method, SharedInput, error_of
 from minifloat.quantize.rounding.rounded_model import Bytes, layer_content
 from minifloat.quantize.rounding.stages import Stage
@@ -157,7 +157,7 @@ class PlannedWeights:
                 chosen[module], weights[module] = part, part_view(views[source], part)
         return LayerRounding(self.method, chosen, weights)
 
-    def fold(self, index: int, views: Mapping[str, Tensor], stages: Sequence[Stage], sample: SampleInputs) -> LayerFold:
+    def fold(self, index: int, views: Mapping[str, Tensor], stages: Sequence[Stage], sample: FoldSample) -> LayerFold:
         """Fold scales in a layer, if the options say so, and return what was folded."""
         marker = f".{index}."
         name = next(iter(views), "")

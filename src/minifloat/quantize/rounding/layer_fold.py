@@ -6,7 +6,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ _SEQUENCES = 32
 
 
 class FoldSample:
-    """Returns sampled inputs of a stage and expert, as `minifloat.quantize.rounding.layer_fold.SampleInputs`."""
+    """Returns sampled inputs of a stage and expert, from calibration text or from held-out text."""
 
     def __init__(self, stage_inputs: StoredStageInputs, stages: Sequence[Stage], texts: SplitText) -> None:
         self._readings, self._stages = stage_inputs, stages
@@ -108,9 +108,6 @@ _MOST_EXPERTS = 8
 #: Fewer sampled inputs than this say too little about the input channels of an expert.
 _FEWEST_ROWS = 32
 
-#: Returns sampled inputs of a stage (by number) and expert, from calibration text (False) or held-out text (True).
-SampleInputs = Callable[[int, int, bool], Tensor | None]
-
 
 @dataclass
 class LayerFold:
@@ -138,7 +135,7 @@ class LayerFold:
             if source in self.views:
                 self._modules.setdefault((source, part.matrix), []).append(module)
 
-    def run(self, sample: SampleInputs) -> None:
+    def run(self, sample: FoldSample) -> None:
         """Fold at every site where that lowers the error on held-out text."""
         reason = why_not_fold(self.prefix, self.infos, self.config)
         if reason:
@@ -167,10 +164,6 @@ class LayerFold:
             factors = powers_of_two(-exponents)
         return replace(stage_input, inputs=stage_input.inputs * factors.to(stage_input.inputs))
 
-    def exponents_of(self, number: int, expert: int) -> Tensor | None:
-        """Return the exponents by which the inputs of a stage and expert are smaller now; None: they are as before."""
-        return self.by_expert.get((number, expert if self.stages[number].outer else 0))
-
     def _why_not_reachable(self, site: FoldSite) -> str:
         """Return why a tensor of a site cannot change: it is not in the model, or is copied in another dtype."""
         quantized = {source for source, _ in self.parts.values()}
@@ -190,7 +183,7 @@ class LayerFold:
         )
         return [module for expert in experts for module in self._modules.get((part.tensor, expert), [])]
 
-    def _fold(self, site: FoldSite, sample: SampleInputs) -> None:
+    def _fold(self, site: FoldSite, sample: FoldSample) -> None:
         modules = [module for part in site.readers for module in self._modules_of(part)]
         places = {self._places[module] for module in modules if module in self._places}
         if not places or any(module not in self._places for module in modules):

@@ -34,7 +34,7 @@ class RoundedModel:
         self.folds: list[Mapping[str, Any]] = [row for record in records for row in record.get("folds", ())]
         self.inputs: list[Mapping[str, Any]] = [row for record in records for row in record.get("inputs", ())]
         self.kv: list[Mapping[str, Any]] = [row for record in records for row in record.get("kv", ())]
-        self.held_out: Mapping[str, Any] = records[-1]["held_out"] or {}  # on text that nothing else looked at
+        self.held_out: Mapping[str, Any] = records[-1]["held_out"]  # on text that nothing else looked at
         self.choosing: Mapping[str, Any] = records[-1].get("choosing", {})  # on the text that choices were made on
         self.seen: Mapping[str, Any] = records[-1].get("seen", {})  # on the text that codes were chosen with
 

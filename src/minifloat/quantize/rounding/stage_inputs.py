@@ -217,11 +217,6 @@ class StoredStageInputs:
         stream = None if residual is None else self._file.read(residual)
         return replace(rest, inputs=self._file.read(inputs), residual=stream)
 
-    def read_routed(self, sequence: int, number: int, stage: Stage) -> StageInputs:
-        """Return the inputs of a stage row by expert: gate and up read the rows that their down projections get."""
-        own = self.read(sequence, number)
-        return routed(own, self.read(sequence, number + 1)) if stage.outer is False else own
-
 
 def routed(tokens: StageInputs, down: StageInputs) -> StageInputs:
     """Return the inputs of a whole experts module in the rows of the down projections behind it."""
@@ -247,14 +242,10 @@ class InputQuantizer:
         """Record the largest input of each channel in one sequence of calibration text."""
         if number not in self._specs:
             return
-        for expert, largest, tokens in largest_inputs(stage_input):
-            self.add(number, expert, largest, tokens)
-
-    def add(self, number: int, expert: int, largest: Tensor, tokens: int) -> None:
-        """Record the largest input of each channel of an expert, float32 ``[K]``, in some tokens."""
-        key = number, expert
-        self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
-        self._tokens[key] = self._tokens.get(key, 0) + tokens
+        for expert, largest, tokens in _largest_inputs(stage_input):
+            key = number, expert
+            self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
+            self._tokens[key] = self._tokens.get(key, 0) + tokens
 
     def fold(self, exponents: Mapping[tuple[int, int], Tensor]) -> None:
         """Take account of folds."""
@@ -322,7 +313,7 @@ class InputQuantizer:
         return max(largest)
 
 
-def largest_inputs(stage_input: StageInputs) -> Iterator[tuple[int, Tensor, int]]:
+def _largest_inputs(stage_input: StageInputs) -> Iterator[tuple[int, Tensor, int]]:
     """Yield for each expert of a stage its largest input by channel, float32 ``[K]``, and its number of tokens."""
     experts, inputs = stage_input.experts, stage_input.inputs
     for expert in [0] if experts is None else torch.unique(experts).tolist():

@@ -192,7 +192,7 @@ def divide(
                 samples[expert].add(rows.pick(experts == expert))
 
 
-def own_statistics(experts: ExpertRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:
+def _own_statistics(experts: ExpertRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:
     """Yield each expert with the statistics of the inputs that were routed to it."""
     for expert, tokens in enumerate(experts.tokens):
         accumulator = Accumulator(width, drift=drift and tokens >= width)
@@ -204,27 +204,22 @@ def own_statistics(experts: ExpertRows, width: int, *, drift: bool) -> Iterator[
 def filled_statistics(
     experts: ExpertRows, width: int, *, drift: bool
 ) -> Iterator[tuple[int, Statistics, dict[str, Any]]]:
-    """Yield each expert with the statistics of its inputs, and facts for the report."""
-    mean = cache(lambda: mean_hessian((own for _, own in own_statistics(experts, width, drift=False)), width))
-    for expert, statistics in own_statistics(experts, width, drift=drift):
-        yield expert, *filled_up(statistics, width, mean)
+    """Yield each expert with its statistics, filled up with the mean of all experts, and facts for the report."""
+    mean = cache(lambda: _mean_hessian(experts, width))
+    for expert, statistics in _own_statistics(experts, width, drift=drift):
+        own_share = min(statistics.tokens / width, 1.0)
+        facts: dict[str, Any] = {"tokens": statistics.tokens}
+        if own_share < 1.0:
+            mixed = own_share * statistics.hessian + (1.0 - own_share) * mean()
+            statistics = Statistics(mixed, None, None, statistics.tokens)
+            facts["hessian_share"] = own_share
+        yield expert, statistics, facts
 
 
-def filled_up(statistics: Statistics, width: int, mean: Callable[[], Tensor]) -> tuple[Statistics, dict[str, Any]]:
-    """Return the statistics of an expert, filled up with the mean of all experts, and facts for the report."""
-    own_share = min(statistics.tokens / width, 1.0)
-    facts: dict[str, Any] = {"tokens": statistics.tokens}
-    if own_share < 1.0:
-        mixed = own_share * statistics.hessian + (1.0 - own_share) * mean()
-        statistics = Statistics(mixed, None, None, statistics.tokens)
-        facts["hessian_share"] = own_share
-    return statistics, facts
-
-
-def mean_hessian(experts: Iterable[Statistics], width: int) -> Tensor:
+def _mean_hessian(experts: ExpertRows, width: int) -> Tensor:
     """Return the mean of X'X over the tokens of all experts, float32 ``[K, K]``; the identity without tokens."""
     total, tokens = torch.zeros(width, width), 0
-    for own in experts:
+    for _, own in _own_statistics(experts, width, drift=False):
         total.add_(own.hessian, alpha=own.tokens)
         tokens += own.tokens
     return total.div_(tokens) if tokens else torch.eye(width)
