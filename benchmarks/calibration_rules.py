@@ -21,7 +21,7 @@ from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 
-RULES = ("max", "delayed", "percentile:percentile=99.99", "mse")
+RULES = ("max", "percentile:percentile=99.99", "mse")
 
 
 @click.command()

@@ -34,7 +34,7 @@ from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.errors import MinifloatError
 from minifloat.numerics.histogram import count_magnitudes
 
-_RULES = ("max", "percentile:99", "mse", "delayed:history=8")
+_RULES = ("max", "percentile:99", "mse")
 
 
 def _run(data: bytes) -> None:

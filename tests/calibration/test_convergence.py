@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifloat.calibration.rules import Delayed, Max, Percentile
 from minifloat.calibration.scales import activation_scales, convergence_report, kv_scales, trajectory
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
-from minifloat.errors import UsageError
 
 
 def make(inputs: dict[str, list[float]], kv: dict[str, list[float]] | None = None) -> ActivationStats:
@@ -25,29 +23,21 @@ def make(inputs: dict[str, list[float]], kv: dict[str, list[float]] | None = Non
     return ActivationStats(ModelIdentity("A", "", "", ""), length, 0, {}, modules, caches)
 
 
-@pytest.mark.parametrize("rule", [Max(), Delayed(1), Delayed(4, 1)], ids=str)
-def test_the_trajectory_ends_at_the_static_scale(rule: Max) -> None:
+def test_the_trajectory_ends_at_the_static_scale() -> None:
     amax = np.random.default_rng(0).random(20).astype(np.float32)
-    steps = trajectory(amax, rule)
+    steps = trajectory(amax)
     assert steps.dtype == np.float32
     for end in (1, 7, 20):
         stats = make({"m": amax[:end].tolist()}, {"a": amax[:end].tolist()})
-        assert steps[end - 1] == activation_scales(stats, rule).scales["m"] == kv_scales(stats, rule)["a"].k
-
-
-def test_a_rule_of_the_histogram_has_no_trajectory() -> None:
-    with pytest.raises(UsageError, match="no value per sequence"):
-        trajectory(np.ones(3, np.float32), Percentile())
+        assert steps[end - 1] == activation_scales(stats).scales["m"] == kv_scales(stats)["a"].k
 
 
 @given(st.lists(st.floats(0.5, 2, width=32), min_size=1, max_size=30), st.integers(1, 8), st.floats(0.001, 0.5))
 def test_settling_is_told_as_by_a_loop(amax: list[float], window: int, tolerance: float) -> None:
-    steps = np.array(amax, np.float32).astype(np.float64)
+    steps = np.maximum.accumulate(np.array(amax, np.float32)).astype(np.float64)
     near = [abs(step / steps[-1] - 1) <= tolerance for step in steps]
     expected = len(steps) > window and all(near[-window - 1 :])
-    found = convergence_report(make({"m": amax}), Delayed(1), tolerance=tolerance, window=window).scales[
-        "m.input_scale"
-    ]
+    found = convergence_report(make({"m": amax}), tolerance=tolerance, window=window).scales["m.input_scale"]
     after = next(count for count in range(1, len(near) + 1) if all(near[count - 1 :]))
     assert found.settled_after == (after if expected else None)
 
@@ -81,7 +71,7 @@ def test_the_report_says_when_each_scale_settled_and_which_have_not() -> None:
 
 def test_a_sequence_without_a_token_for_a_module_leaves_its_scale() -> None:
     stats = make({"expert": [0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0], "late": [0.0] * 5 + [2.0, 0.0]})
-    found = convergence_report(stats, Delayed(1), window=3)
+    found = convergence_report(stats, window=3)
     assert found.scales["expert.input_scale"].settled_after == 3
     assert found.unsettled == ("late.input_scale",)
 

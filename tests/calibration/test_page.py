@@ -12,7 +12,7 @@ from pages import loads_nothing, parse
 
 from minifloat.calibration.document import document
 from minifloat.calibration.result import read_stats, write_stats
-from minifloat.calibration.rules import Delayed, Max, MeanSquaredError, Percentile, Rule
+from minifloat.calibration.rules import Max, MeanSquaredError, Percentile, Rule
 from minifloat.calibration.scales import DEFAULT_WINDOW, activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.calibration.summary import summarize
@@ -84,7 +84,7 @@ def cells(page: str, caption: str) -> dict[str, list[str]]:
 # Numbers
 
 
-@pytest.mark.parametrize("rule", [Max(), Delayed(4), Percentile(99.0), MeanSquaredError()])
+@pytest.mark.parametrize("rule", [Max(), Percentile(99.0), MeanSquaredError()])
 def test_the_scales_are_those_that_quantize_writes(rule: Rule) -> None:
     stats = make_stats()
     expected, by_max = activation_scales(stats, rule), activation_scales(stats)
@@ -99,22 +99,14 @@ def test_the_scales_are_those_that_quantize_writes(rule: Rule) -> None:
         )
 
 
-def test_the_caches_have_the_scales_that_quantize_writes() -> None:
+@pytest.mark.parametrize("rule", [Max(), Percentile()])
+def test_the_caches_have_the_scales_that_quantize_writes(rule: Rule) -> None:
     stats = make_stats()
-    expected = kv_scales(stats, Delayed(4))
-    rows = {summary_row.tensor: summary_row for summary_row in summarize(stats, Delayed(4)).caches}
+    rows = {summary_row.tensor: summary_row for summary_row in summarize(stats, rule).caches}
     assert len(rows) == 2 * len(stats.kv)
-    for name, pair in expected.items():
+    for name, pair in kv_scales(stats).items():
         assert (rows[f"{name}.k"].scale, rows[f"{name}.v"].scale) == (float(pair.k), float(pair.v))
         assert rows[f"{name}.k"].amax == tuple(stats.kv[name].k_amax.max(axis=0).tolist())
-
-
-def test_with_a_histogram_rule_caches_and_convergence_use_max() -> None:
-    summary = summarize(make_stats(), Percentile())
-    assert summary.history_rule == Max()
-    assert [summary_row.scale for summary_row in summary.caches] == [
-        summary_row.scale for summary_row in summarize(make_stats(), Max()).caches
-    ]
 
 
 def test_saturation_is_that_of_the_rules_scale_on_held_out_text() -> None:
@@ -231,10 +223,10 @@ def test_the_page_shows_every_kind_of_module_and_loads_no_external_resource() ->
 
 def test_the_table_shows_the_amax_and_scale_of_the_rule() -> None:
     stats = make_stats()
-    scales = activation_scales(stats, Delayed(4)).scales
+    scales = activation_scales(stats, Percentile(99.0)).scales
     own = [float(scale) for name, scale in scales.items() if name.endswith("down_proj")]
     amax = max(summary_row.max for name, summary_row in stats.inputs.items() if name.endswith("down_proj"))
-    page = stats_page(stats, Delayed(4))
+    page = stats_page(stats, Percentile(99.0))
     row = cells(page, "input of")["model.layers.*.mlp.down_proj"]
     assert row[:4] == ["12", "4,000", number(amax), f"{number(min(own))} .. {number(max(own))}"]
     layer = cells(page, "amax; scale")["layer 11"]
@@ -262,7 +254,7 @@ def test_modules_with_the_most_saturation_on_held_out_text_come_first() -> None:
         assert float(row[1]) == pytest.approx(lost[row[0].split(" / ")[0]].saturated, rel=0.05)
 
 
-@pytest.mark.parametrize("rule", [Max(), Delayed(4), Percentile()])
+@pytest.mark.parametrize("rule", [Max(), Percentile()])
 @pytest.mark.parametrize(
     "stats",
     [

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from minifloat.calibration.rules import (
     RULES,
-    Delayed,
     HistogramRule,
-    HistoryRule,
     Max,
     MeanSquaredError,
     Percentile,
@@ -25,7 +23,6 @@ from minifloat.numerics.formats import E4M3
 from minifloat.numerics.histogram import count_magnitudes
 
 E4M3_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
-HISTORIES = st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=40)
 
 
 def history(amax: list[float]) -> ModuleStats:
@@ -65,42 +62,9 @@ def test_max_gives_the_scale_of_llm_compressors_static_minmax(batches: list[list
         assert ours == theirs.item()
 
 
-def te_scale(amax_history: list[float], length: int, margin: int) -> np.float32:
-    """Return Transformer Engine's scale after these steps, computed step by step in float32."""
-    buffer = np.zeros(length, np.float32)
-    scale = np.float32(1.0)
-    for amax in amax_history:
-        buffer[0] = amax
-        chosen = buffer.max()
-        if length > 1:
-            buffer = np.roll(buffer, -1)
-        buffer[0] = 0.0
-        if chosen > 0 and np.isfinite(chosen):
-            scale = (np.float32(E4M3_MAX) / chosen) / np.float32(2**margin)
-    return scale
-
-
-@given(HISTORIES, st.integers(1, 12), st.integers(0, 3))
-def test_delayed_is_the_inverse_of_transformer_engines_scale(amax: list[float], length: int, margin: int) -> None:
-    ours = to_scale(Delayed(length, margin).amax(history(amax)))
-    np.testing.assert_allclose(ours, 1.0 / te_scale(amax, length, margin), rtol=4 * 2.0**-24)
-
-
-@pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistoryRule)], ids=str)
-def test_sequences_without_a_token_for_the_module_do_not_count(rule: HistoryRule) -> None:
+def test_sequences_without_a_token_for_the_module_do_not_count() -> None:
     gaps = ModuleStats(np.array([0, 3, 0, 0, 1, 2, 0], np.float32), np.array([0, 1, 0, 0, 1, 1, 0]))
-    assert rule.amax(gaps) == rule.amax(history([3, 1, 2])) > 0
-
-
-@pytest.mark.parametrize("rule", [Max(), Delayed(1), Delayed(3, 1)], ids=str)
-def test_the_running_value_is_the_rule_after_each_sequence(rule: HistoryRule) -> None:
-    amax = np.random.default_rng(0).random((9, 4), dtype=np.float32)
-    running = rule.running(amax)
-    assert running.shape == amax.shape
-    for head in range(4):
-        for end in range(1, 10):
-            assert running[end - 1, head] == rule.amax(history(amax[:end, head].tolist()))
-    assert rule.running(np.empty(0, np.float32)).shape == (0,)
+    assert Max().amax(gaps) == Max().amax(history([3, 1, 2])) > 0
 
 
 # Histograms
@@ -221,7 +185,7 @@ def test_a_scale_is_never_below_the_smallest_normal(amax: float) -> None:
 
 
 def test_an_amax_beyond_float32_gives_the_largest_scale() -> None:
-    assert to_scale(Delayed(margin=8).amax(history([3e38]))) == np.finfo(np.float32).max / np.float32(E4M3.max)
+    assert to_scale(1e39) == np.finfo(np.float32).max / np.float32(E4M3.max)
 
 
 @pytest.mark.parametrize("rule", [rule() for rule in RULES.values()], ids=str)
@@ -231,16 +195,16 @@ def test_the_text_of_a_rule_parses_to_the_same_rule(rule: Rule) -> None:
 
 
 def test_options_of_a_rule_are_parsed() -> None:
-    assert parse_rule("delayed:history=16,margin=1") == Delayed(16, 1)
+    assert parse_rule("mse:octaves=2") == MeanSquaredError(2)
     assert parse_rule("percentile:percentile=99.9") == Percentile(99.9)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("median", "unknown calibration rule 'median'; valid: max, delayed, percentile, mse"),
+        ("median", "unknown calibration rule 'median'; valid: max, percentile, mse"),
         ("", "unknown calibration rule ''"),
-        ("delayed:length=3", "unknown option of rule delayed 'length'; valid: history, margin"),
+        ("mse:length=3", "unknown option of rule mse 'length'; valid: octaves"),
         ("max:history=3", "rule max: takes no options"),
     ],
 )
@@ -253,15 +217,13 @@ def test_an_unknown_name_lists_the_valid_ones(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "delayed:history=0",
-        "delayed:history=x",
-        "delayed:history",
-        "delayed:history=1.5",
-        "delayed:margin=200",
         "percentile:percentile=0",
         "percentile:percentile=101",
         "percentile:percentile=nan",
         "mse:octaves=0",
+        "mse:octaves=x",
+        "mse:octaves",
+        "mse:octaves=1.5",
     ],
 )
 def test_a_value_out_of_range_is_refused(text: str) -> None:

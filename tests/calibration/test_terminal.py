@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from minifloat.calibration.document import document
-from minifloat.calibration.rules import Delayed, Max, Percentile, Rule
+from minifloat.calibration.rules import Max, MeanSquaredError, Percentile, Rule
 from minifloat.calibration.scales import activation_scales, kv_scales
 from minifloat.calibration.stats import ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.numerics.histogram import BINS, count_magnitudes
@@ -60,28 +60,28 @@ def test_a_row_summarizes_a_module_over_all_layers(capsys: pytest.CaptureFixture
 
 def test_verbose_shows_every_module(capsys: pytest.CaptureFixture[str]) -> None:
     stats = make_stats()
-    print_stats(stats, Delayed(4), None, verbose=True)
+    print_stats(stats, Percentile(99.0), None, verbose=True)
     output = capsys.readouterr().out
-    for name, scale in activation_scales(stats, Delayed(4)).scales.items():
+    for name, scale in activation_scales(stats, Percentile(99.0)).scales.items():
         assert row(output, name)[4] == f"{scale:.4g}"
 
 
 def test_the_header_names_the_model_the_data_and_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stats(make_stats(), Delayed(8), make_stats(1), verbose=False)
+    print_stats(make_stats(), MeanSquaredError(), make_stats(1), verbose=False)
     header = capsys.readouterr().out.split("\n\n")[0]
     for text in (
         "LlamaForCausalLM",
         "40 sequences, 4,000 tokens",
         "stories.txt",
-        "delayed:history=8,margin=0",
+        "mse:octaves=4",
     ):
         assert text in header
 
 
 def test_held_out_columns_are_empty_without_held_out_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stats(make_stats(), Delayed(4), None, verbose=True)
+    print_stats(make_stats(), Percentile(99.0), None, verbose=True)
     without = row(capsys.readouterr().out, "model.layers.0.mlp.down_proj")
-    print_stats(make_stats(), Delayed(4), make_stats(1, size=2.0), verbose=True)
+    print_stats(make_stats(), Percentile(99.0), make_stats(1, size=2.0), verbose=True)
     with_held_out = row(capsys.readouterr().out, "model.layers.0.mlp.down_proj")
     assert len(with_held_out) == len(without) + 2
     assert 0 < float(with_held_out[6]) < 1

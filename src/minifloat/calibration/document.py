@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from minifloat.calibration.magnitudes import channel_section, magnitude_section
-from minifloat.calibration.rules import HistoryRule, Rule
-from minifloat.calibration.scales import DEFAULT_MIN_TOKENS
+from minifloat.calibration.rules import DEFAULT_RULE, Rule
+from minifloat.calibration.scales import DEFAULT_MIN_TOKENS, trajectory
 from minifloat.calibration.stats import ActivationStats, KVStats
 from minifloat.calibration.summary import (
     InputSummary,
@@ -44,6 +44,7 @@ from minifloat.report.document import (
 )
 from minifloat.report.text import change, fraction, layer_pattern, name_in_layer, short, span, split_layer
 
+_BY_MAX = f"By the rule {DEFAULT_RULE}, since histograms lack the data: when scales settled, and the cache."
 _CURVES = 6  #: inputs in the chart of convergence
 _WORST = 20  #: modules in a table of the worst
 
@@ -55,9 +56,6 @@ def document(
     summary = summarize(stats, rule, held_out)
     by_kind = _by_kind(summary.inputs)
     recorded = any(module.histogram is not None for module in stats.inputs.values())
-    other_rule = (
-        f"By the rule {summary.history_rule}, since histograms lack the data: when scales settled, and the cache"
-    )
     warnings = summary.warnings
     return Document(
         f"Activation statistics: {stats.model.architecture}",
@@ -72,7 +70,7 @@ def document(
                 _input_table(summary.inputs, verbose=verbose),
                 *_input_charts(by_kind, rule),
             ),
-            section("", Text(f"{other_rule}." if summary.history_rule is not rule else "")),
+            section("", Text(_BY_MAX if rule != DEFAULT_RULE else "")),
             _cache_section(stats.kv, summary),
             _convergence_section(stats, summary),
             _held_out_section(summary.inputs, held_out),
@@ -210,10 +208,8 @@ def _convergence_section(stats: ActivationStats, summary: StatsSummary) -> Secti
     for row in sorted(summary.inputs, key=_settling_order, reverse=True):
         if row.amax > 0:
             slowest.setdefault(fused_group(row.module), []).append(row)
-    series = [_curve(stats, group, summary.history_rule) for group in list(slowest.values())[:_CURVES]]
-    caption = (
-        f"Running scale by the rule {summary.history_rule}, relative to the final one; the inputs that settled last"
-    )
+    series = [_curve(stats, group) for group in list(slowest.values())[:_CURVES]]
+    caption = f"Running scale by the rule {DEFAULT_RULE}, relative to the final one; the inputs that settled last"
     return section(
         "Convergence",
         Figure(caption, Lines(series, Axis("sequences"), Axis("scale / final scale"), markers=False)),
@@ -228,11 +224,11 @@ def _settling_order(row: InputSummary) -> tuple[bool, float]:
     return (not moved.settled, moved.change if not moved.settled else float(moved.settled_after or 0))
 
 
-def _curve(stats: ActivationStats, group: Sequence[InputSummary], rule: HistoryRule) -> Series:
+def _curve(stats: ActivationStats, group: Sequence[InputSummary]) -> Series:
     """Return the running scale of inputs that share it, relative to its final value."""
     module = stats.inputs[group[0].module]
     observed = np.flatnonzero(module.tokens > 0)
-    running = rule.running(module.amax[observed])
+    running = trajectory(module.amax[observed])
     final = running[-1]
     points = [
         (float(index + 1), float(value / final)) for index, value in zip(observed, running, strict=True) if final > 0

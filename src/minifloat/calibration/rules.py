@@ -40,59 +40,15 @@ class Rule(ABC):
         return f"{self.name}:{options}" if options else self.name
 
 
-class HistoryRule(Rule):
-    """A rule that needs only the amax of each sequence, in order."""
-
-    @abstractmethod
-    def running(self, amax: Floats) -> Doubles:
-        """Return the amax by this rule after each sequence."""
-
-    def amax(self, module: ModuleStats) -> float:
-        """Return the amax after the last sequence; sequences without a token for the module do not count."""
-        observed = module.amax[module.tokens > 0]
-        return float(self.running(observed)[-1]) if len(observed) else 0.0
-
-
 @dataclass(frozen=True)
-class Max(HistoryRule):
+class Max(Rule):
     """``max(amax)``: no element of the calibration text saturates. llm-compressor's ``static_minmax``."""
 
     name: ClassVar[str] = "max"
     summary: ClassVar[str] = "largest magnitude of all sequences: nothing that was seen saturates"
 
-    def running(self, amax: Floats) -> Doubles:
-        """Return the largest amax so far."""
-        return np.maximum.accumulate(amax.astype(np.float64))
-
-
-@dataclass(frozen=True)
-class Delayed(HistoryRule):
-    """Transformer Engine's delayed scaling: ``max(amax[-history:]) * 2**margin``.
-
-    Source: Transformer Engine, `common.recipe.DelayedScaling`.
-    """
-
-    name: ClassVar[str] = "delayed"
-    summary: ClassVar[str] = (
-        "Transformer Engine's delayed scaling: the last `history` sequences, `margin` octaves added"
-    )
-
-    history: int = 1024
-    margin: int = 0
-
-    def __post_init__(self) -> None:
-        _require("history", self.history, self.history >= 1, "at least 1")
-        _require("margin", self.margin, abs(self.margin) < FLOAT32.bias, f"between -{FLOAT32.bias} and {FLOAT32.bias}")
-
-    def running(self, amax: Floats) -> Doubles:
-        """Return the largest of the last `history` entries, times ``2**margin``."""
-        if not len(amax):
-            return amax.astype(np.float64)
-        history = min(self.history, len(amax))
-        padding = np.zeros((history - 1, *amax.shape[1:]))
-        windows = np.lib.stride_tricks.sliding_window_view(np.concatenate([padding, amax]), history, axis=0)
-        largest: Doubles = windows.max(axis=-1) * 2.0**self.margin
-        return largest
+    def amax(self, module: ModuleStats) -> float:
+        return module.max
 
 
 class HistogramRule(Rule):
@@ -189,18 +145,13 @@ def _error_integral(x: Doubles, grid: Doubles) -> Doubles:
     return full
 
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Max, Delayed, Percentile, MeanSquaredError)}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Max, Percentile, MeanSquaredError)}
 
 DEFAULT_RULE = Max()
 
 
-def history_rule(rule: Rule) -> HistoryRule:
-    """Return the rule for tensors without histograms, such as K and V: the rule itself, or else the default rule."""
-    return rule if isinstance(rule, HistoryRule) else DEFAULT_RULE
-
-
 def parse_rule(text: str) -> Rule:
-    """Return the rule of a text such as ``max``, ``percentile:percentile=99.9`` or ``delayed:margin=1``."""
+    """Return the rule of a text such as ``max``, or ``percentile:percentile=99.9``."""
     name, _, option_text = text.partition(":")
     rule = lookup("calibration rule", name, RULES)
     kinds: dict[str, type] = {field.name: type(field.default) for field in fields(rule)}  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule, to_scale
+from minifloat.calibration.rules import DEFAULT_RULE, Rule, to_scale
 from minifloat.calibration.stats import ActivationStats, ModuleStats
-from minifloat.errors import NotCalibratedError, UsageError
+from minifloat.errors import NotCalibratedError
 from minifloat.model.architecture.roles import expert_group, fused_group
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.histogram import Floats, bin_edges
@@ -74,24 +74,13 @@ def activation_scales(
     return StaticScales({name: np.float32(to_scale(value)) for name, value in amax.items()}, amax, fallbacks)
 
 
-def kv_scales(
-    stats: ActivationStats,
-    rule: Rule = DEFAULT_RULE,
-    *,
-    modules: Iterable[str] | None = None,
-) -> dict[str, KVScales]:
-    """Return the scales of K and V of each attention."""
-    if not isinstance(rule, HistoryRule):
-        raise UsageError(f"rule {rule.name}: K and V have no histograms; take one of the amax history, such as max")
+def kv_scales(stats: ActivationStats, *, modules: Iterable[str] | None = None) -> dict[str, KVScales]:
+    """Return the scales of K and V of each attention, by the rule `max`: they have no histograms."""
     selected = _select(stats.kv, modules)
     all_zero = [name for name, kv in selected.items() if not (kv.k_amax.any() and kv.v_amax.any())]
     if all_zero:
         raise NotCalibratedError(all_zero, "calibration saw no K or V but zeros; calibrate on text that reaches them")
-
-    def scale(amax: Floats) -> Floats:
-        return to_scale(rule.running(amax.max(axis=1))[-1])
-
-    return {name: KVScales(scale(kv.k_amax), scale(kv.v_amax)) for name, kv in selected.items()}
+    return {name: KVScales(to_scale(kv.k_amax.max()), to_scale(kv.v_amax.max())) for name, kv in selected.items()}
 
 
 def saturation(module: ModuleStats, scale: float, element: ElementFormat = E4M3) -> Saturation:
@@ -178,29 +167,26 @@ class ConvergenceReport:
         return tuple(sorted(changes, key=lambda name: -changes[name]))
 
 
-def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE) -> Floats:
-    """Return the scale after each sequence."""
-    if not isinstance(rule, HistoryRule):
-        raise UsageError(f"rule {rule.name}: has no value per sequence; judge convergence by max")
-    return to_scale(rule.running(amax))
+def trajectory(amax: Floats) -> Floats:
+    """Return the scale by the rule `max` after each sequence."""
+    return to_scale(np.maximum.accumulate(amax))
 
 
 def convergence_report(
     stats: ActivationStats,
-    rule: Rule = DEFAULT_RULE,
     *,
     tolerance: float = DEFAULT_TOLERANCE,
     window: int = DEFAULT_WINDOW,
 ) -> ConvergenceReport:
-    """Return how the scales of a model moved over the sequences, in order."""
+    """Return how the scales of a model by the rule `max` moved over the sequences, in order."""
     scales = {}
     for name, module in stats.inputs.items():
         reached = module.tokens > 0
-        moving = _over_all_sequences(trajectory(module.amax[reached], rule), reached)
+        moving = _over_all_sequences(trajectory(module.amax[reached]), reached)
         scales[f"{name}.input_scale"] = _convergence(moving, tolerance, window)
     for name, kv in stats.kv.items():
         for scale, amax in (("k_scale", kv.k_amax), ("v_scale", kv.v_amax)):
-            scales[f"{name}.{scale}"] = _convergence(trajectory(amax.max(axis=1), rule), tolerance, window)
+            scales[f"{name}.{scale}"] = _convergence(trajectory(amax.max(axis=1)), tolerance, window)
     return ConvergenceReport(scales, stats.sequences, tolerance, window)
 
 

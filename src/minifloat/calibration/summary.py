@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from minifloat._version import __version__
-from minifloat.calibration.rules import HistoryRule, Rule, history_rule
+from minifloat.calibration.rules import Rule
 from minifloat.calibration.scales import (
     DEFAULT_MIN_TOKENS,
     Convergence,
@@ -87,7 +87,6 @@ class CacheSummary:
 class StatsSummary:
     inputs: tuple[InputSummary, ...]
     caches: tuple[CacheSummary, ...]
-    history_rule: HistoryRule
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +94,6 @@ class StatsSummary:
         return {
             "inputs": [_finite(asdict(row)) for row in self.inputs],
             "kv_cache": [_finite(asdict(row)) for row in self.caches],
-            "history_rule": str(self.history_rule),
             "warnings": list(self.warnings),
         }
 
@@ -110,16 +108,15 @@ def summarize(stats: ActivationStats, rule: Rule, held_out: ActivationStats | No
     """Return the summary of activation statistics, module by module."""
     if held_out is not None and (differences := stats.model.differences(held_out.model)):
         raise StatsError("held-out statistics", f"they are of another model, it differs in {', '.join(differences)}")
-    cache_rule = history_rule(rule)
-    moved = convergence_report(stats, cache_rule)
+    moved = convergence_report(stats)
     scales, refused = _without_refused(lambda names: activation_scales(stats, rule, modules=names), stats.inputs)
     max_scales, _ = _without_refused(lambda names: activation_scales(stats, modules=names), stats.inputs)
     inputs = tuple(
         _summarize_input(name, stats, scales, max_scales, refused.get(name, ""), held_out, moved)
         for name in sorted(stats.inputs, key=running_order)
     )
-    caches = tuple(_summarize_caches(stats, cache_rule, moved))
-    return StatsSummary(inputs, caches, cache_rule, tuple(_warnings(stats, inputs, caches, moved)))
+    caches = tuple(_summarize_caches(stats, moved))
+    return StatsSummary(inputs, caches, tuple(_warnings(stats, inputs, caches, moved)))
 
 
 def _without_refused(compute: Callable[[list[str]], _Result], modules: Iterable[str]) -> tuple[_Result, dict[str, str]]:
@@ -160,8 +157,8 @@ def _summarize_input(
     )
 
 
-def _summarize_caches(stats: ActivationStats, rule: HistoryRule, moved: ConvergenceReport) -> Iterator[CacheSummary]:
-    scales, _ = _without_refused(lambda names: kv_scales(stats, rule, modules=names), stats.kv)
+def _summarize_caches(stats: ActivationStats, moved: ConvergenceReport) -> Iterator[CacheSummary]:
+    scales, _ = _without_refused(lambda names: kv_scales(stats, modules=names), stats.kv)
     for name in sorted(stats.kv, key=running_order):
         kv = stats.kv[name]
         pair: KVScales | tuple[None, None] = scales.get(name, (None, None))

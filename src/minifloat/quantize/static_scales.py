@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minifloat.calibration.result import Calibration
-from minifloat.calibration.rules import Rule, history_rule
+from minifloat.calibration.rules import DEFAULT_RULE
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, UsageError
@@ -52,10 +52,8 @@ def apply_calibration(
     _refuse_drafts(plan, {*static, *nested})
     group_of = {part.module: part.group for tensor in plan.tensors for part in tensor.parts}.__getitem__
     inputs = activation_scales(calibration.stats, calibration.rule, modules=static, group_of=group_of)
-    rule, rule_note = _history(calibration.rule, bool(nested), "Divisors of NVFP4 inputs", "assumes one scale")
-    under_divisor = activation_scales(calibration.stats, rule, modules=nested, group_of=group_of)
-    kv_rule, kv_note = _history(calibration.rule, kv_cache, "Scales of the KV cache", "needs histograms")
-    caches = kv_scales(calibration.stats, kv_rule, modules=plan.attention_modules) if kv_cache else {}
+    under_divisor = activation_scales(calibration.stats, modules=nested, group_of=group_of)
+    caches = kv_scales(calibration.stats, modules=plan.attention_modules) if kv_cache else {}
     divisors = {module: scalar_global_divisor(amax) for module, amax in under_divisor.amax.items()}
     reports = (
         *_input_reports(inputs, calibration, inputs.scales, E4M3),
@@ -69,8 +67,13 @@ def apply_calibration(
     scales |= {module: float(divisor) for module, divisor in divisors.items()}
     kv_pairs = {module: (float(pair.k), float(pair.v)) for module, pair in caches.items()}
     fallbacks = {**inputs.fallbacks, **under_divisor.fallbacks}
-    notes = (*rule_note, *kv_note, *(f"{module}: {reason}." for module, reason in fallbacks.items()))
-    return plan.with_scales(scales, KV_FP8 if kv_cache else None, kv_pairs), reports, notes
+    notes = [f"{module}: {reason}." for module, reason in fallbacks.items()]
+    rule = calibration.rule
+    if rule != DEFAULT_RULE and kv_cache:
+        notes.insert(0, f"Scales of the KV cache are made by the rule {DEFAULT_RULE}: {rule} needs histograms.")
+    if rule != DEFAULT_RULE and nested:
+        notes.insert(0, f"Divisors of NVFP4 inputs are made by the rule {DEFAULT_RULE}: {rule} assumes one scale.")
+    return plan.with_scales(scales, KV_FP8 if kv_cache else None, kv_pairs), reports, tuple(notes)
 
 
 def _static_modules(plan: QuantizationPlan) -> tuple[list[str], list[str]]:
@@ -94,12 +97,6 @@ def _refuse_drafts(plan: QuantizationPlan, modules: Collection[str]) -> None:
             "no text runs through layers of multi-token prediction, so that their inputs have no static scales; leave "
             f"the override out, or override them with {other}",
         )
-
-
-def _history(rule: Rule, wanted: bool, what: str, why: str) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule for tensors that histograms do not serve, and a note if it is not the rule for static scales."""
-    history = history_rule(rule) if wanted else rule
-    return history, () if history is rule else (f"{what} are made by the rule {history}: {rule} {why}.",)
 
 
 def _weight_only(plan: QuantizationPlan) -> QuantizationPlan:
