@@ -225,7 +225,6 @@ class CalibrationSet:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all sequences."""
         return sum(map(len, self.sequences))
 
     def held_out(self, fraction: float) -> tuple[CalibrationSet, CalibrationSet]:
@@ -289,7 +288,6 @@ def load_calibration_data(
 
 
 def as_sources(sources: SourceLike | Sequence[SourceLike]) -> list[Source]:
-    """Return one or several sources as a list of `Source`."""
     return [as_source(one) for one in ([sources] if isinstance(sources, (str, os.PathLike, Source)) else sources)]
 
 

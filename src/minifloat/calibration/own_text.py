@@ -111,7 +111,6 @@ def write_token_file(written: WrittenText, path: Path) -> None:
 
 
 def read_token_file(path: Path) -> WrittenText | None:
-    """Return the text in a file, or None if there is no such file."""
     try:
         file = read_arrays(path, _FORMAT)
     except FileNotFoundError:
@@ -250,7 +249,6 @@ class _Prompts:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, prefix: list[int], vocab: int, seed: int, seq_len: int) -> _Prompts:
-        """Return the prompts of a model with `vocab` tokens."""
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         first = sorted({token for token in tokenizer.get_vocab().values() if 0 <= token < vocab} - special)
         if not first:

@@ -86,7 +86,6 @@ def write_stats(stats: ActivationStats, path: str | os.PathLike[str]) -> None:
 
 
 def read_stats(path: str | os.PathLike[str]) -> ActivationStats:
-    """Return the statistics in a file."""
     try:
         return decode_stats(read_arrays(Path(path), STATS_FORMAT))
     except FileNotFoundError:
@@ -94,7 +93,6 @@ def read_stats(path: str | os.PathLike[str]) -> ActivationStats:
 
 
 def encode_stats(stats: ActivationStats) -> ArrayContent:
-    """Return what a file holds."""
     amax, tokens, histograms, channels = _Rows(), _Rows(), _Rows(), _Rows()
     inputs = {
         name: [

@@ -72,7 +72,6 @@ def env_option(name: str, *names: str, **settings: Any) -> Callable[[_Command], 
 
 
 def revision_option(of: str = "MODEL") -> Callable[[_Command], _Command]:
-    """Return the option ``--revision``."""
     return click.option(
         "--revision", metavar="REV", help=f"Branch, tag or commit of {of} on the hub; {of}@REV is the same."
     )
@@ -90,26 +89,22 @@ def complete_scheme(_: click.Context, __: click.Parameter, incomplete: str) -> l
 
 
 def json_option() -> Callable[[_Command], _Command]:
-    """Return the flag ``--json``, the parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
 def verbose_option(rows: str = "tensor") -> Callable[[_Command], _Command]:
-    """Return the flag ``--verbose``."""
     return click.option(
         "--verbose", "-v", is_flag=True, help=f"Print every {rows} instead of a summary over all layers."
     )
 
 
 def device_option() -> Callable[[_Command], _Command]:
-    """Return the option ``--device``."""
     return click.option(
         "--device", default="cpu", show_default=True, metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:N."
     )
 
 
 def threads_option() -> Callable[[_Command], _Command]:
-    """Return the option ``--threads``."""
     return click.option("--threads", type=COUNT, help="Threads to compute with.  [default: torch's]")
 
 
@@ -141,8 +136,6 @@ def show(result: _Result, document: Callable[[_Result], Document], *, as_json: b
 
 
 def override_options(condition: str = "") -> Callable[[_Command], _Command]:
-    """Return the options ``--override`` and ``--exclude``."""
-
     def decorate(command: _Command) -> _Command:
         exclude = click.option(
             "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
@@ -159,7 +152,6 @@ def override_options(condition: str = "") -> Callable[[_Command], _Command]:
 
 
 def overrides_of(override: Iterable[str], exclude: Iterable[str]) -> tuple[str, ...]:
-    """Return the overrides of ``--override`` and ``--exclude``."""
     from minifloat.model.plan.overrides import KEEP
 
     return (*override, *(f"{pattern}={KEEP}" for pattern in exclude))

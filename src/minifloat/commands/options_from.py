@@ -94,7 +94,6 @@ def _flag(field: Field[Any], prefix: str) -> str:
 
 
 def _settings(options: type, field: Field[Any], text: str) -> dict[str, Any]:
-    """Return the arguments of `click.option` for a field."""
     annotation = annotation_of(options, field.name)
     default = _default(field)
     if annotation is bool:

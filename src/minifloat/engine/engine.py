@@ -439,7 +439,6 @@ class Engine:
         return self._finish(sequence, Delivery(sequence.request_id, pooled=result), "stop")
 
     def _fail(self, request_id: str, error: Exception) -> Delivery:
-        """End a request with an error."""
         last = Delivery(request_id, caused_by_request=isinstance(error, UsageError))
         return self._finish(self._sequences[request_id], last, "error", str(error))
 

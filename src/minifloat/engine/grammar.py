@@ -65,7 +65,6 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """Return the grammar of some texts."""
         if not texts or not all(texts):
             raise UsageError("choice: expected texts, none of them empty")
         _check_length("choice", "".join(texts))

@@ -36,7 +36,6 @@ class PooledText:
             self._count += len(rows)
 
     def result(self) -> Vector:
-        """Return the vector, or the score, of the text."""
         assert self._sum is not None
         vector = self._sum / self._count
         if self._pooling.task == "score":

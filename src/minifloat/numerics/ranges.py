@@ -64,7 +64,6 @@ def ranges_in(annotation: Any) -> Iterator[Range]:
 
 
 def choices_in(annotation: Any) -> Iterator[Any]:
-    """Yield the values of the `Literal` in an annotation."""
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
     else:

@@ -87,7 +87,6 @@ class DataCost:
         return {**asdict(self), "problems": list(self.problems())}
 
     def text(self) -> str:
-        """Return the figures as one sentence."""
         tokens, writing = self.tokens, self.writing
         parts = f"{tokens.kept:,} for statistics, {tokens.choosing:,} to choose with, {tokens.reported:,} only reported"
         words = f"Codes are chosen with {tokens.total:,} tokens of text ({parts})"

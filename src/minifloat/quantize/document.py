@@ -218,7 +218,6 @@ def _worst(record: Record) -> list[tuple[_Tensor, CastStats]]:
 
 
 def done_section(record: Record) -> Section:
-    """Return what was done with the tensors."""
     nbytes, recipe = record["bytes"], record.get("recipe", {})
     lines = [f"All tensors together: {_sizes(nbytes['source'], nbytes['output'])}"]
     if "element" in recipe:

@@ -231,7 +231,6 @@ class HashedReads(Checkpoint):
         self._hashed: dict[str, tuple[Hasher, int]] = {}
 
     def read_into(self, info: TensorInfo, buffer: memoryview | Bytes, start: int = 0) -> None:
-        """Read as the checkpoint does."""
         self._read_through.read_into(info, buffer, start)
         hasher, end = self._hashed.get(info.name) or (new_hasher(), 0)
         if start == end:

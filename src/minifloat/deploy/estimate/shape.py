@@ -45,7 +45,6 @@ class CacheLayer:
     state_operations: int = 0
 
     def with_window(self, window: int | None) -> CacheLayer:
-        """Return the layer with another window."""
         return replace(self, heads=0, width=0, operations=0) if window == 0 else replace(self, window=window)
 
     def cached_tokens(self, tokens: int) -> int:
@@ -135,7 +134,6 @@ class Fields:
         return getattr(self._config, name, None)
 
     def error(self, problem: str) -> ConfigError:
-        """Return an error that names the config file."""
         return ConfigError(self._path, problem)
 
     def size(self, *names: str) -> int:
@@ -166,7 +164,6 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
-    """Return the sizes of a model."""
     if is_known(config):
         fields = Fields(text_config(config), folder)
         return _shape(fields, _conventional_caches(fields), ())
@@ -259,7 +256,6 @@ def head_size(fields: Fields) -> int | None:
 
 
 def _number_of_layers(fields: Fields) -> int:
-    """Return the number of layers."""
     layers = fields.size("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise fields.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, found {layers}")
@@ -401,7 +397,6 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _layer(layer: Any, config: PreTrainedConfig, heads: int) -> CacheLayer:
-    """Return one layer of transformers' cache as its sizes."""
     states = {name: list(_tensors(getattr(layer, name, None))) for name in _STATE_FIELDS}
     state = sum(tensor.nbytes for tensors in states.values() for tensor in tensors)
     updated = STATE_OPERATIONS * sum(tensor.numel() for tensor in states[_RECURRENT])

@@ -68,7 +68,6 @@ def check_parallel(shape: ModelShape, gpus: int) -> None:
 
 
 def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: ModelShape) -> Counts:
-    """Return the number of parameters of a model."""
     total = routed = 0
     for tensor in tensors:
         shapes: list[tuple[int, ...]] = [part.shape for part in tensor.parts] or [tensor.source.shape]
@@ -208,7 +207,6 @@ class DeviceMemory:
         return self.weights + self.cache(context, batch) + activation_bytes(self.shape, context, batch, self.gpus)
 
     def fits(self, context: int, batch: int) -> bool:
-        """Return whether `batch` sequences of `context` tokens fit."""
         return self.taken(context, batch) <= self.usable
 
     def largest_batch(self, context: int) -> int:

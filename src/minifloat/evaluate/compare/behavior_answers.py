@@ -98,7 +98,6 @@ def _asked(engine: Engine, dialogs: Dialogs, body: dict[str, Any], name: str) ->
 
 
 def _written(dialog: Dialog, delivery: Delivery) -> dict[str, Any]:
-    """Return the body of an answer."""
     parser = dialog.parser() if dialog.is_parsed else PlainText()
     answer = CollectedAnswer()
     answer.add(Piece([*parser.add(delivery.text), *parser.finish()], delivery))

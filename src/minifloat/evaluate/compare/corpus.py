@@ -195,7 +195,6 @@ def _text_file(path: Path) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Return the documents of a text file."""
     parts = text.split(END_OF_TEXT)
     return iter(parts if len(parts) == 1 else [part.strip("\n") for part in parts if part.strip()])
 

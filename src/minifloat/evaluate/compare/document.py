@@ -113,7 +113,6 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> doc.Table:
 
 
 def _terminal_section(comparison: Comparison, baseline: str, name: str, candidate: CandidateResult) -> doc.Section:
-    """Return the numbers of a candidate that a terminal shows."""
     positions, size = candidate.overall.positions, "weights of unknown size"
     if candidate.model.nbytes is not None:
         weights = [words.weights_text(model) for model in (comparison.baseline, candidate.model)]

@@ -77,7 +77,6 @@ class Estimate:
 
     @property
     def known(self) -> bool:
-        """Whether there is an interval."""
         return not math.isnan(self.low)
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
@@ -85,7 +84,6 @@ class Estimate:
         return replace(self, value=function(self.value), low=function(self.low), high=function(self.high))
 
     def negated(self) -> Estimate:
-        """Return the estimate of the negative value."""
         return replace(self, value=0 - self.value, low=0 - self.high, high=0 - self.low)
 
     def clipped(self, low: float, high: float) -> Estimate:

@@ -57,7 +57,6 @@ class RecordedModel(Model):
         self.answers: Answers | None = None  # to the prompts of `--behavior`
 
     def write(self, model: Model, corpus: Corpus, progress: Progress | None) -> None:
-        """Write the logits of all batches of a corpus."""
         self._require_room(corpus)
         done = 0
         for number, batch in enumerate(corpus.batches):
@@ -75,7 +74,6 @@ class RecordedModel(Model):
     def answer(
         self, model: Model, prompts: Sequence[Sequence[int]], new_tokens: int, progress: Progress | None
     ) -> None:
-        """Keep the continuations of prompts."""
         self._continuations = model.generate(prompts, new_tokens, progress)
 
     @property
@@ -105,7 +103,6 @@ class RecordedModel(Model):
 
 
 def prompts_of(corpus: Corpus, count: int, tokens: int) -> list[list[int]]:
-    """Return the first tokens of windows as prompts."""
     batches = [batch for batch in corpus.batches if batch.ids.shape[1] >= tokens]
     rows = itertools.chain.from_iterable(batch.ids[:, :tokens].tolist() for batch in batches)
     return list(itertools.islice(rows, count))

@@ -175,7 +175,6 @@ def _nearness(check: Check) -> str:
 
 
 def _effective(units: float | None) -> str:
-    """Return an effective number of units."""
     return "?" if units is None else f"{units:.1f}" if units < _ROUND else f"{units:,.0f}"
 
 
@@ -190,7 +189,6 @@ def effective_text(summaries: Sequence[Summary]) -> str:
 
 
 def units_name(summary: Summary) -> str:
-    """Return the name of the units in the plural."""
     return f"{summary.unit.replace(' or ', 's or ')}s"
 
 

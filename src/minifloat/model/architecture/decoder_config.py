@@ -144,7 +144,6 @@ def _unknown_fields(values: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def _heads_of_layers(values: Mapping[str, Any]) -> list[SimpleNamespace]:
-    """Return the sizes of heads of each layer."""
     own = {int(index): fields for index, fields in values["per_layer_config"].items()}
     usual = {name: values[name] for name in ("head_dim", "num_key_value_heads")}
     return [SimpleNamespace(**usual | own.get(index, {})) for index in range(values["num_hidden_layers"])]

@@ -466,7 +466,6 @@ def unknown_family_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the description of a model."""
     row = _BY_TYPE.get(str(config.get("model_type")))
     if row is not None:
         return row

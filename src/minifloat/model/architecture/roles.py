@@ -61,7 +61,6 @@ def role_of(info: TensorInfo, family: Family = GENERAL) -> Role:
 
 
 def is_embedding(module: str) -> bool:
-    """Return whether a module is an embedding by its name."""
     return _EMBEDDINGS.search(f"{module}.weight") is not None
 
 

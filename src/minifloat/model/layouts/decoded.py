@@ -162,7 +162,6 @@ _EXPERT_DTYPE, _FP8 = "expert_dtype", "fp8"
 def quantized_model_config(
     source: Mapping[str, Any], layout: WriteLayout, quantization: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config of a quantized model."""
     config = without_quantization(source)
     # without the key vLLM takes experts for MXFP4 (0.32.0, models/deepseek_v4/quant_config.py)
     if layout.name == fp8.NAME and family_of(source).states_expert_dtype:

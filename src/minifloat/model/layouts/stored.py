@@ -54,7 +54,6 @@ class StoredWeight:
 
     @property
     def plain_name(self) -> str:
-        """Name of its tensor in the plain model."""
         return self.module.rpartition(".")[0] if self.fused else f"{self.module}.weight"
 
     @property

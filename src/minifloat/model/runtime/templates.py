@@ -218,7 +218,6 @@ def constants(template: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)
 def names(template: str) -> frozenset[str]:
-    """Return the names of the variables of a template."""
     return frozenset(node.name for node in _environment().parse(template).find_all(jinja2.nodes.Name))
 
 

@@ -68,7 +68,6 @@ class Frontier:
 
     @property
     def cheapest(self) -> int:
-        """Cost of the cheapest choice."""
         return sum(self._lowest)
 
     def within(self, cost: int) -> list[int] | None:
@@ -141,7 +140,6 @@ class WithinBudget:
         return {name: names.count(name) for name in sorted(set(names), key=lambda name: (-names.count(name), name))}
 
     def notes(self) -> tuple[str, ...]:
-        """Return sentences for the user."""
         counts = ", ".join(f"{name} for {count}" for name, count in self.counts().items())
         result, notes = self.result, []
         others = ""

@@ -43,7 +43,6 @@ def cholesky_(matrix: Tensor) -> bool:
 
 
 def tiles(size: int) -> list[slice]:
-    """Return the tiles of a dimension."""
     return [slice(start, min(start + _TILE, size)) for start in range(0, size, _TILE)]
 
 

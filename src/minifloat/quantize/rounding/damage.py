@@ -50,7 +50,6 @@ class KLMeans:
 
     @property
     def mean(self) -> float:
-        """The mean over all tokens."""
         return sum(value * count for value, count in zip(self.means, self.tokens, strict=True)) / max(self.total, 1)
 
     @property

@@ -136,7 +136,6 @@ class PlannedWeights:
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:
-        """The tensors of the source by name."""
         return {tensor.source.name: tensor.source for tensor in self.plan.tensors}
 
     @cached_property

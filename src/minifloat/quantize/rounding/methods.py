@@ -61,7 +61,6 @@ class Grid:
 
     @property
     def spec(self) -> WeightSpec:
-        """Storage format of the weight."""
         return self.nearest.spec
 
     def row_scales(self) -> Tensor:
@@ -123,7 +122,6 @@ class SharedInput:
 
     @cached_property
     def feedback(self) -> Feedback:
-        """The feedback from the Hessian of `statistics`."""
         return factorize(self.statistics.hessian, self.name)
 
 

@@ -42,5 +42,4 @@ class RoundedModel:
         return name in self._by_name
 
     def read(self, name: str) -> Bytes:
-        """Return the bytes of an output tensor."""
         return self._by_name[name].read(name)

@@ -248,7 +248,6 @@ class InputQuantizer:
             self._tokens[key] = self._tokens.get(key, 0) + tokens
 
     def fold(self, exponents: Mapping[tuple[int, int], Tensor]) -> None:
-        """Take account of folds."""
         self._exponents = exponents
 
     def rows(self) -> list[dict[str, Any]]:

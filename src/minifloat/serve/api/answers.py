@@ -221,7 +221,6 @@ class Writer(ABC):
         """Return the events after the last piece of the last answer."""
 
     def encode(self, event: BaseModel) -> bytes:
-        """Return an event as a stream carries it."""
         return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
     def failure(self, error: APIError) -> bytes:

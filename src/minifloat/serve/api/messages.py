@@ -417,7 +417,6 @@ _DELTAS = {
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:
-    """Return a part of an answer as a block."""
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     if part.kind == "thinking":

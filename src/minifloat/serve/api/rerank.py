@@ -156,7 +156,6 @@ async def _prompts(
 
 
 def _scores(vectors: Sequence[Vector], firsts: int, task: str) -> list[float]:
-    """Return the score of each pair."""
     if task == "score":
         return [float(vector[0]) for vector in vectors]
     units = np.stack([normalized(vector) for vector in vectors])

@@ -649,7 +649,6 @@ class ResponseWriter(PartWriter):
         )
 
     def _item(self, index: int, part: AnswerPart, status: Status) -> dict[str, Any]:
-        """Return a part of the answer as an item."""
         item: dict[str, Any] = {"id": self._id(index, part), "status": status}
         if part.kind == "text":
             return item | {"type": "message", "role": "assistant", "content": [_text(part)] if part.pieces else []}

@@ -275,7 +275,6 @@ class Dialogs:
             raise UsageError(f"messages: {error}") from error
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Return the variables of the template."""
         thinking = conversation.thinking
         variables: dict[str, Any] = {}
         if thinking.enabled is not None:

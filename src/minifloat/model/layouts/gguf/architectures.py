@@ -104,7 +104,6 @@ _GEMMA3_27B = 62  #: layers of the Gemma 3 that scales queries by its width
 
 
 def architecture_of(config: Config) -> Architecture:
-    """Return the row of a config.json."""
     names = config.get("architectures") or ["without architectures"]
     if names[0] not in BY_CLASS:
         raise UsageError(f"architecture {names[0]}: no GGUF is written of it; those that are: {', '.join(BY_CLASS)}")

@@ -142,7 +142,6 @@ def _input(config: Any, name: str) -> LayerInputLayout:
 
 
 def _inputs(config: Any) -> LayerInputsLayout | None:
-    """Return the inputs of layers."""
     size, hidden = int(config.hidden_size_per_layer_input or 0), int(config.hidden_size)
     if not size:
         return None
