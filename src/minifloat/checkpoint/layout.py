@@ -14,8 +14,8 @@ JOURNAL_FILE = "minifloat-journal.jsonl"  #: marks the work folder of an unfinis
 
 #: What a file of llama.cpp is, and what to give in its place.
 GGUF_HINT = (
-    "a GGUF file, llama.cpp's format, which only `inspect` and `compare` read; give the model that the file was "
-    "made from: its folder with config.json and *.safetensors, or its id on the hub"
+    "a GGUF file, llama.cpp's format, which only `inspect`, `check` and `compare` read; give the model that the file "
+    "was made from: its folder with config.json and *.safetensors, or its id on the hub"
 )
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHT_SUFFIXES = (SHARD_SUFFIX, *PICKLE_SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx", ".npz")

@@ -26,13 +26,13 @@ from minifloat.commands.options import (
     "--engine",
     required=True,
     metavar="NAME",
-    help="vllm, sglang, tensorrt-llm, transformers, minifloat, mlx or llama.cpp.",
+    help="vllm, sglang, tensorrt-llm, transformers, minifloat, mlx, llama.cpp or ollama.",
 )
 @click.option(
     "--hardware",
     required=True,
     metavar="NAME",
-    help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300; for mlx and llama.cpp also apple.",
+    help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300; for mlx, llama.cpp and ollama also apple.",
 )
 @click.option("--tp", default=1, show_default=True, type=COUNT, help="GPUs that share every matrix.")
 @click.option("--plugin", metavar="NAME", help="A plugin of the engine: minifloat, for vllm on a CPU.")
@@ -57,7 +57,7 @@ def check(
     as_json: bool,
     **of_scheme: Any,
 ) -> None:
-    """Say whether an engine will load the checkpoint MODEL, which kernel it uses, and what goes wrong.
+    """Say whether an engine will load the checkpoint or GGUF file MODEL, which kernel it uses, and what goes wrong.
 
     Reads headers and config; starts nothing. With --scheme, the checkpoint that `quantize` would make of MODEL is
     checked. Exit status 0: the engine loads it; 1: it does not, or its answers would be wrong; 3: not known.

@@ -17,8 +17,8 @@ from minifloat.model.layouts import gguf, mlx
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.options import QuantizeOptions
 
-#: Layout -> the engine that reads it.
-ENGINE_OF = {layout: engine for engine, layout in LOCAL.items()}
+#: Layout -> the engine that reads it; Ollama runs llama.cpp.
+ENGINE_OF = {layout: engine for engine, layout in reversed(LOCAL.items())}
 
 
 def check_source(checkpoint: Checkpoint, destination: Path, options: QuantizeOptions) -> None:

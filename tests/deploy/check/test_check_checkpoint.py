@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
-from minifloat.deploy.check import CheckReport, LoadVerdict, Target, check_checkpoint
-from minifloat.errors import AlreadyQuantizedError, UnknownNameError, UsageError
+from minifloat.deploy.check import ENGINES, CheckReport, LoadVerdict, Target, check_checkpoint
+from minifloat.deploy.check.subject import Kind
+from minifloat.deploy.check.target import machines_of
+from minifloat.errors import AlreadyQuantizedError, CheckpointError, UnknownNameError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -99,6 +101,23 @@ def test_vllm_refuses_a_quantized_lm_head_that_no_config_group_names(make_llama:
     assert [finding.rule for finding in check_checkpoint(tmp_path / "out", "vllm:h100").failures] == [
         "vllm-head-not-named"
     ]
+
+
+def test_a_gguf_file_is_judged_by_its_header(make_llama: Any, tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "plain", hidden_size=64)
+    quantize_checkpoint(source, tmp_path / "m.gguf", "mxfp4", QuantizeOptions(layout="gguf"))
+    for engine in ("llama.cpp", "ollama"):
+        report = check_checkpoint(tmp_path / "m.gguf", f"{engine}:apple")
+        assert (report.verdict, report.layout, report.findings) == (LoadVerdict.LOADS, "gguf", ())
+        assert [(kind, kernel.name) for kind, kernel in report.kernels] == [(Kind.MXFP4, "ggml_mul_mat")]
+        assert report.contents.endswith(" F32 in 1 file(s)")
+        assert report.contents in run("check", tmp_path / "m.gguf", "--engine", engine, "--hardware", "cpu").output
+    for engine in ENGINES.keys() - {"llama.cpp", "ollama", "transformers"}:
+        report = check_checkpoint(tmp_path / "m.gguf", Target.of(engine, next(iter(machines_of(engine)))))
+        assert report.verdict is LoadVerdict.REFUSED
+        assert "GGUF" in report.findings[0].problem
+    with pytest.raises(CheckpointError, match="give the model that the file was made from"):
+        check_checkpoint(tmp_path / "m.gguf", "ollama:cpu", scheme="nvfp4")
 
 
 def test_a_scheme_that_quantize_itself_refuses_will_not_load() -> None:

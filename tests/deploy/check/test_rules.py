@@ -14,6 +14,7 @@ from minifloat.deploy.check.subject import Case, Kind, Subject, Weight, kind_of
 from minifloat.deploy.check.target import ENGINES, Target, machines_of
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.model.layouts.inspection import Inspection, TensorRow
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import BLOCK_128, TENSOR, block_granularity
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, WeightSpec, weight_only
@@ -65,6 +66,10 @@ def only_experts(scheme: str) -> Subject:
     whole = subject(scheme, experts=True)
     return replace(whole, weights=tuple(weight for weight in whole.weights if weight.is_expert))
 
+
+_FILE = Inspection("m.gguf", "smollm3", "gguf", None, 1, (TensorRow("w", "quantized", "NVFP4", (8, 64), 512, 288),))
+FILE = Subject.of_file(_FILE)
+Q4_K = Subject.of_file(replace(_FILE, rows=(replace(_FILE.rows[0], format="Q4_K"),)))
 
 HALF_OF_EXPERTS = (*only_experts("mxfp4").weights, *only_experts("fp8").weights)
 MISNAMED = replace(subject("mxfp4", "gpt-oss"), weights=(), misnamed=True)
@@ -295,7 +300,17 @@ CASES: dict[str, tuple[Any, ...]] = {
         "llama.cpp:apple",
         subject("mxfp4", shapes={"mlp.down_proj": (1024, 1568)}),
     ),
-    "gguf-file": (subject("mxfp4"), "llama.cpp:cpu", "minifloat:cpu"),
+    "gguf-file": (subject("mxfp4"), "llama.cpp:cpu", FILE),
+    "gguf-unknown": (replace(FILE, file=replace(_FILE, architecture="clip")), "ollama:apple", FILE),
+    "gguf-plugin": (FILE, "vllm:h100", subject("nvfp4")),
+    "gguf-not-read": (FILE, "minifloat:cpu", "llama.cpp:cpu"),
+    "mlx-gguf": (FILE, "mlx:apple", subject("nvfp4", "mlx")),
+    "sglang-gguf-nvidia": (FILE, "sglang:mi300", "sglang:h100"),
+    "sglang-gguf-type": (FILE, "sglang:h100", Q4_K),
+    "sglang-gguf-architecture": (Q4_K, "sglang:h100", subject("nvfp4")),
+    "transformers-gguf": (FILE, "transformers:cpu", replace(FILE, file=replace(_FILE, architecture="qwen3moe"))),
+    "transformers-gguf-nvfp4": (FILE, "transformers:h100", Q4_K),
+    "transformers-gguf-decoded": (Q4_K, "transformers:h100", subject("nvfp4")),
     "gguf-type": (subject("fp8"), "llama.cpp:cpu", subject("nvfp4")),
     "head-unquantized": (subject("fp8", head=True, plain=("lm_head",)), "vllm:h100", subject("fp8", head=True)),
 }
@@ -426,7 +441,7 @@ def test_a_layout_without_rule_or_kernel_is_reported_as_not_known() -> None:
 def test_a_model_that_is_not_quantized_loads_everywhere() -> None:
     plain = subject("fp8", None, plain=tuple(name.rsplit(".", 1)[-1] for name in SHAPES))
     for engine in ENGINES:
-        file = LoadVerdict.DEGRADED if engine == "llama.cpp" else LoadVerdict.LOADS
+        file = LoadVerdict.DEGRADED if engine in ("llama.cpp", "ollama") else LoadVerdict.LOADS
         machine = "h100" if engine == "tensorrt-llm" else "cpu"
         assert judge("model", None, Case(plain, Target.of(engine, machine))).verdict is file
 

@@ -16,8 +16,11 @@ from transformers import logging as transformers_logging
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.deploy.check import LoadVerdict, check_checkpoint
+from minifloat.deploy.check.rules import GGUF_IN_TRANSFORMERS
 from minifloat.model.layouts import describe, read_weight
+from minifloat.model.runtime.load import LoadOptions, load
 from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.convert import convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
 
@@ -154,3 +157,27 @@ def test_dense_mxfp4_gets_random_weights_without_an_error(tmp_path: Path) -> Non
 
 def rules_of(report: Any) -> list[str]:
     return [finding.rule for finding in report.findings]
+
+
+@pytest.mark.parametrize(("scheme", "right"), [("mxfp4", True), ("nvfp4", False)])
+def test_transformers_decodes_gguf_files_but_for_the_global_scales_of_nvfp4(
+    make_model: MakeModel, tmp_path: Path, scheme: str, right: bool
+) -> None:
+    source = make_model(tmp_path / "plain", "qwen2", hidden_size=64, intermediate_size=128)
+    quantize_checkpoint(source, tmp_path / "out", scheme)
+    convert_checkpoint(tmp_path / "out", tmp_path / "m.gguf", "gguf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    expected = load(tmp_path / "out", LoadOptions(dtype=torch.float32))
+    with torch.no_grad():
+        same = torch.allclose(model(TOKENS).logits, expected(TOKENS).logits, atol=1e-5)
+    assert same is right
+    report = check_checkpoint(tmp_path / "m.gguf", "transformers:cpu")
+    assert report.verdict is (LoadVerdict.DEGRADED if right else LoadVerdict.WRONG)
+
+
+def test_transformers_reads_the_architectures_of_gguf_that_check_knows() -> None:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    renamed = {"gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+    known = {renamed.get(name, name) for name in GGUF_IN_TRANSFORMERS} - {"t5encoder"}  # read as t5
+    assert known | {"umt5"} == set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}  # by its name

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,12 @@ def test_a_file_of_another_model_is_refused(make_model: MakeModel, tmp_path: Pat
     (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(CheckpointError, match="no whole GGUF file"):
         inspect_checkpoint(tmp_path / "cut.gguf")
+    embedding, dimensions = b"token_embd.weight", struct.pack("<I2Q", 2, 64, 288)
+    types = [embedding + dimensions + struct.pack("<I", kind) for kind in (gguf.GGMLQuantizationType.BF16, 99)]
+    assert types[0] in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(*types))
+    with pytest.raises(CheckpointError, match="newer than the package gguf"):
+        inspect_checkpoint(path)
 
 
 def test_compare_takes_a_file_as_a_candidate(make_llama: MakeModel, tmp_path: Path) -> None:

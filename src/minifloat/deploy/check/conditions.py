@@ -84,8 +84,31 @@ def has_layout(layout: str) -> Condition:
 
 def no_gguf_architecture(case: Case) -> Iterator[str]:
     names = case.subject.config.get("architectures") or ["no architectures in config.json"]
-    if names[0] not in BY_CLASS:
+    if case.subject.file is None and names[0] not in BY_CLASS:
         yield str(names[0])
+
+
+def gguf_file(case: Case) -> Iterator[str]:
+    if case.subject.file is not None:
+        yield f"architecture {case.subject.file.architecture}"
+
+
+def gguf_architecture_not_in(case: Case, *, names: Callable[[], Collection[str]]) -> Iterator[str]:
+    if case.subject.file is not None and case.subject.file.architecture not in names():
+        yield from gguf_file(case)
+
+
+def known_to_llama_cpp() -> Collection[str]:
+    """Return the architectures of models of text; the package gguf lists those of llama.cpp."""
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES
+
+    return {name for row, name in MODEL_ARCH_NAMES.items() if row is not MODEL_ARCH.MMPROJ}
+
+
+def gguf_types(case: Case, *, types: Collection[str]) -> Iterator[str]:
+    for row in () if case.subject.file is None else case.subject.file.rows:
+        if row.format in types:
+            yield f"{layer_pattern(row.name)} is {row.format}"
 
 
 def partial_ggml_blocks(case: Case) -> Iterator[str]:

@@ -48,6 +48,7 @@ _COMMANDS = {
     "minifloat": ("bash", "minifloat serve {model}"),
     "mlx": ("bash", "mlx_lm.server --model {model}"),
     "llama.cpp": ("bash", "llama-server --model FILE.gguf"),
+    "ollama": ("bash", "ollama create NAME -f Modelfile"),
 }
 _NOTES = {"transformers": "to look at answers, not to serve: it decodes weights first"}
 
@@ -67,6 +68,7 @@ def document(report: CheckReport) -> Document:
             section(
                 "",
                 Text(f"{report.model}{scheme}, {report.layout or 'not quantized'}"),
+                Text(report.contents) if report.contents else None,
                 Text(f"{ENGINES[target.engine]}{plugin} on {machine}: {report.verdict.value}", "strong"),
                 Table([Column(name, left=True) for name in names], rows) if rows else None,
             ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from minifloat.deploy.check import vllm_plugin
 from minifloat.deploy.check.subject import MXFP4_KINDS, MXFP8_KINDS, NVFP4_KINDS, Case, Kind
 from minifloat.deploy.check.target import BEFORE_BLACKWELL, CPUS, LOCALS, NVIDIA
-from minifloat.model.layouts import compressed_tensors, fp8, gpt_oss, mlx
+from minifloat.model.layouts import compressed_tensors, fp8, gguf, gpt_oss, mlx
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel("sglang", BEFORE_BLACKWELL, (Kind.NVFP4_W4A4,), "CompressedTensorsW4A16Fp4", _WEIGHT_ONLY, layout=_CT),
     EngineKernel("sglang", ("b200",), (Kind.NVFP4_W4A4,), "CompressedTensorsW4A4Fp4", "NVFP4 inputs", layout=_CT),
     EngineKernel("transformers", (*NVIDIA, "mi300"), tuple(Kind), "torch's BF16 linear", _DECODED, layout=_CT),
+    EngineKernel("transformers", (*NVIDIA, "mi300"), tuple(Kind), "torch's BF16 linear", _DECODED, layout=gguf.NAME),
     EngineKernel("transformers", ("a100",), (Kind.FP8_BLOCK, Kind.OTHER), "torch's BF16 linear", _DECODED, layout=_FP8),
     EngineKernel(
         "transformers", _ADA_UP, (Kind.FP8_BLOCK,), "FP8Linear (DeepGEMM or Triton)", _FP8_INPUTS, layout=_FP8
@@ -90,8 +91,8 @@ KERNELS: tuple[EngineKernel, ...] = (
         "minifloat", CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, confirmed=True
     ),
     EngineKernel("llama.cpp", CPUS, _GGUF, "ggml_mul_mat", "inputs in 8 bits", confirmed=True),
-    EngineKernel("llama.cpp", LOCALS, _GGUF, "ggml_mul_mat", "inputs in 8 or 16 bits"),
-    EngineKernel("llama.cpp", LOCALS, tuple(Kind), "ggml_mul_mat", "Q8_0 or BF16"),
+    *(EngineKernel(name, LOCALS, _GGUF, "ggml_mul_mat", "inputs in 8 or 16 bits") for name in ("llama.cpp", "ollama")),
+    *(EngineKernel(name, LOCALS, tuple(Kind), "ggml_mul_mat", "Q8_0 or BF16") for name in ("llama.cpp", "ollama")),
     EngineKernel("mlx", CPUS, _MLX, "mx.quantized_matmul", _WEIGHT_ONLY, confirmed=True, layout=mlx.NAME),
     EngineKernel("mlx", LOCALS, _MLX, "mx.quantized_matmul", _WEIGHT_ONLY, layout=mlx.NAME),
     EngineKernel("mlx", LOCALS, (Kind.MXFP4,), "mx.gather_qmm", _WEIGHT_ONLY, layout=_GPT_OSS),

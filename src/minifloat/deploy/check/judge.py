@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import open_headers
+from minifloat.checkpoint.layout import is_gguf
 from minifloat.deploy.check.engine_kernels import EngineKernel, kernel_for
 from minifloat.deploy.check.rules import Finding, LoadVerdict, apply_rules
 from minifloat.deploy.check.subject import Case, Kind, Subject, Weight
@@ -18,6 +20,7 @@ from minifloat.deploy.check.target import ENGINES, LOCAL, Target, machines_of
 from minifloat.errors import TensorError, UsageError
 from minifloat.model.layouts import choose_writer, gpt_oss
 from minifloat.model.layouts.contradictions import refuse_contradictions
+from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.model.plan.overrides import Override
 from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan
@@ -41,6 +44,7 @@ class CheckReport(ShortReport):
         layout: The layout in which it is, or would be, stored; None where nothing is quantized.
         kernels: The kernel that will multiply each kind of weight, as far as it is known.
         findings: The rules that apply, the worst first.
+        contents: Of a GGUF file: the bytes of each type, and the number of files.
     """
 
     model: str
@@ -49,6 +53,7 @@ class CheckReport(ShortReport):
     layout: str | None
     kernels: tuple[tuple[Kind, EngineKernel], ...]
     findings: tuple[Finding, ...]
+    contents: str = ""
 
     def headline(self) -> dict[str, str]:
         return {
@@ -101,6 +106,7 @@ class CheckReport(ShortReport):
             "tp": self.target.tp,
             "plugin": self.target.plugin,
             "layout": self.layout,
+            "contents": self.contents,
             "verdict": self.verdict.name.lower(),
             "kernels": [
                 {"weights": kind.value, "kernel": kernel.name, "computes": kernel.computes, "seen": kernel.confirmed}
@@ -132,7 +138,7 @@ def check_checkpoint(
     """Judge a checkpoint, or the one that `quantize` would write.
 
     Args:
-        model: A folder in Hugging Face layout, or a model of the hub, whose weights stay there.
+        model: A folder in Hugging Face layout, a GGUF file, or a model of the hub, whose weights stay there.
         target: ``"vllm:h100:tp4"``, or a `Target`.
         scheme: For a model that is not quantized: the scheme to quantize it to, with calibrated static scales.
         layout: With `scheme`: a name of `layouts.WRITERS`; by default as `quantize_checkpoint` chooses it.
@@ -150,10 +156,12 @@ def check_checkpoint(
         TensorError: The shapes of codes and scales do not match.
     """
     parsed_target = Target.parse(target) if isinstance(target, str) else target
+    if scheme is None and overrides:
+        raise UsageError("overrides need a scheme: they change what quantize would write")
+    if scheme is None and is_gguf(os.fspath(model)) and Path(model).is_file():
+        return judge(str(model), None, Case(Subject.of_file(inspect_checkpoint(model)), parsed_target))
     with open_headers(model, revision=revision) as checkpoint:
         if scheme is None:
-            if overrides:
-                raise UsageError("overrides need a scheme: they change what quantize would write")
             return judge(str(model), None, Case(Subject.of_checkpoint(checkpoint), parsed_target))
         refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
         chosen_scheme = get_scheme(scheme)
@@ -188,7 +196,8 @@ def judge(model: str, scheme: str | None, case: Case) -> CheckReport:
         findings.append(_not_known(case, unknown))
     kernels = () if refused else tuple(_reported_kernels(case, kernel_by_kind))
     findings.sort(key=lambda finding: -finding.verdict.rank)
-    return CheckReport(model, scheme, case.target, case.subject.layout, kernels, tuple(findings))
+    contents = "" if case.subject.file is None else case.subject.file.contents
+    return CheckReport(model, scheme, case.target, case.subject.layout, kernels, tuple(findings), contents)
 
 
 def _reported_kernels(

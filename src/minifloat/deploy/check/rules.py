@@ -6,7 +6,7 @@ To follow a newer version of an engine, read its sources again and change `targe
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -114,7 +114,7 @@ def _without_plugins_linears(case: Case) -> Case:
 rule = LoadingRule
 LOADS, DEGRADED, UNKNOWN, WRONG, REFUSED = LoadVerdict
 VLLM, SGLANG, TRANSFORMERS, MINIFLOAT = ("vllm",), ("sglang",), ("transformers",), ("minifloat",)
-MLX, LLAMA_CPP, TENSORRT_LLM = ("mlx",), ("llama.cpp",), ("tensorrt-llm",)
+MLX, LLAMA_CPP, TENSORRT_LLM = ("mlx",), ("llama.cpp", "ollama"), ("tensorrt-llm",)
 SERVERS = (*VLLM, *SGLANG)
 CT, FP8, MODELOPT = compressed_tensors.NAME, fp8.NAME, modelopt.NAME
 _FOUR_BITS = (*MXFP4_KINDS, *NVFP4_KINDS)
@@ -137,6 +137,8 @@ _ISSUE_56770 = "vllm issue 56770, open on 2026-11-28"
 _VLLM_SCHEMES = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _SGLANG = "SGLang 0.5.23: "
 _TENSORRT_LLM = "TensorRT-LLM, main branch at 21156a7a: "
+_SGLANG_GGUF = "SGLang, main branch at 0137a1e7: layers/quantization/gguf.py"
+_TRANSFORMERS_GGUF = "modeling_gguf_pytorch_utils.py: load_gguf_checkpoint"
 _SGLANG_SCHEMES = "layers/quantization/compressed_tensors/compressed_tensors.py"
 
 # Problems and cures of several rules.
@@ -158,6 +160,7 @@ _ROUNDED_AGAIN = (
     "DeepGEMM takes scales that are powers of two: scales of blocks are rounded up and the codes rounded again, which "
     "doubles the squared error of the weights (SmolLM2-135M: 31.6 to 28.5 dB)"
 )
+_GIVE_FOLDER = "give it the model that the file was made from, or run the file with llama.cpp"
 _POWERS = "quantize the original with minifloat, whose blocks have powers of two"
 #: Blocks whose scales are not said to be powers of two.
 _ANY_SCALES = weights(Kind.FP8_BLOCK, rule=ScaleRule.AMAX)
@@ -179,6 +182,14 @@ _READ_WEIGHTS = (
 )
 #: Their linears are joined or cut while transformers loads them.
 _CONVERT_4_BITS = ("bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid", "step3p7")
+#: Types of GGUF that SGLang has no kernel for.
+_NOT_IN_SGLANG = ("MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0")
+#: Architectures of GGUF that transformers decodes.
+GGUF_IN_TRANSFORMERS = (
+    *("bloom", "deci", "falcon", "gemma2", "gemma3", "gemma4", "gpt-oss", "gpt2", "lfm2", "llama", "mamba"),
+    *("minimax-m2", "mistral", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "stablelm"),
+    *("starcoder2", "t5", "t5encoder"),
+)
 
 
 def _drafts(*leaves: str) -> Condition:
@@ -193,6 +204,10 @@ def _linears(*kinds: Kind) -> Condition:
     return weights(*kinds, layout=CT, experts=False)
 
 
+def _unknown_architecture(names: Callable[[], Collection[str]]) -> Condition:
+    return partial(when.gguf_architecture_not_in, names=names)
+
+
 def _block_scales(*model_types: str) -> Condition:
     """Return the condition that finds weights whose scales of blocks are named `weight_scale_inv`."""
     blocks = weights(Kind.FP8_BLOCK, layout=FP8, model_types=model_types)
@@ -205,6 +220,51 @@ def _in_types(model_types: tuple[str, ...], *kinds: Kind) -> Condition:
 
 
 RULES: tuple[LoadingRule, ...] = (
+    # GGUF files
+    rule("gguf-unknown", LLAMA_CPP, LOCALS, REFUSED, _unknown_architecture(when.known_to_llama_cpp)).because(
+        "llama.cpp, which Ollama runs too, has no model of text with this name",
+        cure="pip install -U gguf, if a newer llama.cpp has it: check reads its list",
+        source="gguf/constants.py: MODEL_ARCH_NAMES",
+    ),
+    rule("gguf-plugin", VLLM, ALL, REFUSED, when.gguf_file).because(
+        "vLLM has read GGUF files only with the plugin vllm-gguf-plugin since 0.24, and nothing is known of that here",
+        cure=_GIVE_FOLDER,
+        source="docs/features/quantization/gguf.md",
+    ),
+    rule("gguf-not-read", (*TENSORRT_LLM, *MINIFLOAT), ALL, REFUSED, when.gguf_file).because(
+        "it loads folders, no GGUF files",
+        cure=_GIVE_FOLDER,
+        source="TensorRT-LLM: _torch/models/checkpoints; minifloat: checkpoint/reader.py",
+    ),
+    rule("mlx-gguf", MLX, LOCALS, REFUSED, when.gguf_file).because(
+        "it loads folders, no GGUF files", cure=_GIVE_FOLDER, source="mlx_lm/utils.py: load_model"
+    ),
+    rule("sglang-gguf-nvidia", SGLANG, (*CPUS, *AMD), REFUSED, when.gguf_file).because(
+        "its kernels for GGUF are for NVIDIA GPUs", cure=_GIVE_FOLDER, source=_SGLANG_GGUF
+    ),
+    rule("sglang-gguf-type", SGLANG, NVIDIA, REFUSED, partial(when.gguf_types, types=_NOT_IN_SGLANG)).because(
+        "it has no kernel for weights of these types", cure=_GIVE_FOLDER, source=f"{_SGLANG_GGUF}: DEQUANT_TYPES"
+    ),
+    rule("sglang-gguf-architecture", SGLANG, NVIDIA, UNKNOWN, when.gguf_file).because(
+        "it reads GGUF files (--load-format gguf), and of which architectures is not known here",
+        cure=_GIVE_FOLDER,
+        source=_SGLANG_GGUF,
+    ),
+    rule("transformers-gguf", TRANSFORMERS, ALL, REFUSED, _unknown_architecture(lambda: GGUF_IN_TRANSFORMERS)).because(
+        "it does not read files of this architecture", cure=_GIVE_FOLDER, source=_TRANSFORMERS_GGUF
+    ),
+    rule("transformers-gguf-nvfp4", TRANSFORMERS, ALL, WRONG, partial(when.gguf_types, types=("NVFP4",))).because(
+        "it leaves out the global scales, which are tensors of their own (Llama's queries stop it with an error)",
+        cure=_GIVE_FOLDER,
+        source=_TRANSFORMERS_GGUF,
+        seen="transformers 5.23.0",
+    ),
+    rule("transformers-gguf-decoded", TRANSFORMERS, ALL, DEGRADED, when.gguf_file).because(
+        "it decodes weights while it loads them (gguf_file=FILE): neither memory nor time is saved",
+        cure="for speed run the file with llama.cpp",
+        source=_TRANSFORMERS_GGUF,
+        seen="transformers 5.23.0",
+    ),
     # vLLM and SGLang
     rule("sglang-indexer", SGLANG, GPUS, REFUSED, when.indexer_outside_blocks).because(
         f"keys and scores of the indexer {_NO_PLACE} (on NVIDIA those in blocks of 128x128 are decoded at load)",
@@ -625,10 +685,11 @@ RULES: tuple[LoadingRule, ...] = (
         source="mlx_lm/utils.py: _compressed_tensors_quantization, load_model",
         seen=_MLX_CPU,
     ),
-    rule("mlx-layout", (*VLLM, *TRANSFORMERS), ALL, REFUSED, when.has_layout(mlx.NAME)).because(
+    rule("mlx-layout", (*SERVERS, *TRANSFORMERS), ALL, REFUSED, when.has_layout(mlx.NAME)).because(
         "mlx's config names no quant_method, and packed words do not have the shape of the weights",
         cure="serve it with minifloat, or convert the checkpoint that it was made from to another layout",
-        source="vLLM: config/model.py: _verify_quantization; transformers: quantizers/auto.py: supports_quant_method",
+        source="vLLM: config/model.py, SGLang: configs/model_config.py: _verify_quantization; "
+        "transformers: quantizers/auto.py: supports_quant_method",
         seen=_TRANSFORMERS_CPU,
     ),
     # transformers

@@ -14,8 +14,10 @@ from minifloat.deploy.check.target import Target
 from minifloat.model.architecture.families import family_of
 from minifloat.model.architecture.family import Family, Role
 from minifloat.model.architecture.roles import expert_group, role_of, text_config
-from minifloat.model.layouts import compressed_tensors, describe, gpt_oss
+from minifloat.model.layouts import compressed_tensors, describe, gguf, gpt_oss
 from minifloat.model.layouts.decoded import quantized_model_config
+from minifloat.model.layouts.gguf.blocks import BLOCKS
+from minifloat.model.layouts.inspection import Inspection
 from minifloat.model.layouts.stored import by_name_or_pattern, kv_scale_of
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
@@ -116,6 +118,7 @@ class Subject:
     outer_type: str = ""
     head_named: bool = False
     unlisted_experts: tuple[Weight, ...] = ()
+    file: Inspection | None = None  # a GGUF file, of whose weights only those in formats of ours are in `weights`
 
     @cached_property
     def family(self) -> Family:
@@ -162,6 +165,17 @@ class Subject:
             unlisted_experts=_unlisted_experts(checkpoint, config) if is_listed else (),
             **facts,
         )
+
+    @classmethod
+    def of_file(cls, file: Inspection) -> Subject:
+        """Describe a GGUF file."""
+        specs = {blocks.name: blocks.spec for blocks in BLOCKS}
+        weights = tuple(
+            Weight(row.name.removesuffix(".weight"), (row.shape[-2], row.shape[-1]), specs[row.format])
+            for row in file.rows
+            if row.format in specs
+        )
+        return cls(gguf.NAME, file.architecture, 0, 0, {}, weights, file=file)
 
     @classmethod
     def of_plan(cls, checkpoint: Checkpoint, plan: QuantizationPlan) -> Subject:

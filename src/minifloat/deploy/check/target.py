@@ -21,11 +21,12 @@ ENGINES = {
     "minifloat": f"minifloat {__version__}",
     "mlx": "mlx-lm 0.32.2 with mlx 0.32.4",
     "llama.cpp": "llama.cpp of llama-cpp-python 0.3.36",
+    "ollama": "Ollama, main branch at fb307609",
 }
 #: Engine -> earlier versions for which the rules hold too. Packages of vLLM for CPUs ended with 0.32.0 on 2026-11-28.
 EARLIER = {"vllm": ("0.32.0",)}
 #: Engines on `LOCAL_HARDWARE`, and the layout that is made for each; reports on other layouts leave them out.
-LOCAL = {"mlx": mlx.NAME, "llama.cpp": gguf.NAME}
+LOCAL = {"mlx": mlx.NAME, "llama.cpp": gguf.NAME, "ollama": gguf.NAME}
 
 #: Engine -> plugins of it that the rules know.
 PLUGINS = {"vllm": {"minifloat": "minifloat's kernels for linears on CPUs"}}

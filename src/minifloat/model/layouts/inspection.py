@@ -72,6 +72,12 @@ class Inspection(ShortReport):
         return sum(row.nbytes for row in self.rows)
 
     @property
+    def contents(self) -> str:
+        """Bytes of each format, the largest first, and the number of files: what a machine has to hold."""
+        sizes = ", ".join(f"{size_text(nbytes)} {name}" for name, (_, _, nbytes) in self.by("format").items())
+        return f"{sizes} in {self.shards} file(s)"
+
+    @property
     def elements(self) -> int:
         """Number of weights."""
         return sum(row.elements for row in self.rows)

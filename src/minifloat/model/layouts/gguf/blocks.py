@@ -7,22 +7,26 @@ later. llama.cpp doubles the values of codes and halves those of scales, so that
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from minifloat.model.layouts.reading import Bytes
-from minifloat.numerics.formats import E2M1, E4M3, E8M0
-from minifloat.numerics.granularity import GROUP_16, GROUP_32, Granularity
-from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.scheme import SCHEMES, WeightSpec
 
 
 class Blocks(NamedTuple):
     """A block format of ggml that holds E2M1 codes."""
 
     name: str  #: of the type in gguf
-    group: int  #: elements with one scale
+    spec: WeightSpec  #: of the weights that it holds
     groups: int  #: groups in a block
+
+    @property
+    def group(self) -> int:
+        """Elements with one scale."""
+        return self.spec.granularity.block((1, 1))[1]
 
     @property
     def elements(self) -> int:
@@ -49,14 +53,11 @@ class Blocks(NamedTuple):
         return elements[..., 0] | elements[..., 1] << 4, parts[..., : self.groups].reshape(rows, -1)
 
 
-MXFP4 = Blocks("MXFP4", GROUP_32.block((1, 1))[1], 1)
-NVFP4 = Blocks("NVFP4", GROUP_16.block((1, 1))[1], 4)
+MXFP4 = Blocks("MXFP4", SCHEMES["mxfp4"].weight, 1)
+NVFP4 = Blocks("NVFP4", SCHEMES["nvfp4"].weight, 4)
+BLOCKS = (MXFP4, NVFP4)
 
 
 def blocks_of(spec: WeightSpec) -> Blocks | None:
     """Return the blocks that hold the codes and scales of a weight; None where ggml has none."""
-    formats: dict[tuple[object, object, Granularity], Blocks] = {
-        (E2M1, E8M0, GROUP_32): MXFP4,
-        (E2M1, E4M3, GROUP_16): NVFP4,
-    }
-    return formats.get((spec.element, spec.scale, spec.granularity))
+    return next((blocks for blocks in BLOCKS if replace(blocks.spec, rule=spec.rule) == spec), None)

@@ -75,6 +75,10 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the reader checks little, so that damage ends in errors of many kinds
+        if gguf.GGMLQuantizationType.__name__ in str(error):
+            raise CheckpointError(
+                path, f"a tensor's type is newer than the package gguf ({error}): update it"
+            ) from error
         raise CheckpointError(
             path, f"no whole GGUF file ({error or type(error).__name__}); download it again"
         ) from error
