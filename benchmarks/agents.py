@@ -24,7 +24,8 @@ from typing import Any
 import click
 import instruction_sets
 import jsonschema_rs
-from serve import HOST, Answer, Server, verdict
+from serve import verdict
+from serving import HOST, Answer, Server
 
 from minifloat.engine.cache import BLOCK_TOKENS
 from minifloat.kernels.processors import bound_spin

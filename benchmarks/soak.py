@@ -27,7 +27,8 @@ from typing import Any
 
 import click
 import psutil
-from serving_load import KINDS, SLOW, STORYBOOK, Load, free_port, start, work_of
+from serve_load import KINDS, SLOW, STORYBOOK, Load, start, work_of
+from serving import HOST, free_port
 
 _STOPS = (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)
 _SHARE = 0.1  #: of the time: the life of each of the first servers, and when memory is to be flat from
@@ -60,7 +61,7 @@ class Samples:
 async def _send_bytes(load: Load) -> None:
     """Send what is no request; the server may answer and close, or close."""
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", load.port)
+        reader, writer = await asyncio.open_connection(HOST, load.port)
         try:
             writer.write(load.random.choice(_BAD))
             writer.write_eof()

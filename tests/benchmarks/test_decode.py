@@ -1,8 +1,7 @@
-"""`benchmarks/decode.py`: verdicts, doubts and missing engines; `benchmarks/serve.py`: a run at the smallest size."""
+"""`benchmarks/decode.py`: verdicts, doubts and missing engines."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 
 from minifloat.evaluate.bench import shapes
 
-pytest.importorskip("fastapi")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FP8, MXFP4, BASELINE = "minifloat FP8", "minifloat MXFP4", "transformers BF16"
 QUIET = {"others": 0.01, "stolen": 0.0}
@@ -154,35 +152,3 @@ def test_every_tensor_of_the_shape_has_a_name_in_llama_cpp(monkeypatch: pytest.M
     whole = {"token_embd.weight", "blk.0.attn_q.weight", "blk.0.attn_k.weight", "output_norm.weight", "output.weight"}
     assert whole - set(names) == set()
     assert len(set(names)) == len(names)
-
-
-@pytest.mark.full
-def test_a_server_is_measured_through_its_socket(tmp_path: Path, llama_folder: Path) -> None:
-    out = tmp_path / "serve.json"
-    sizes = (
-        "--input-len",
-        "8",
-        "--output-len",
-        "4",
-        "--mixed-output-len",
-        "8",
-        "--pause",
-        "0.01",
-        "--num-prompts",
-        "2",
-    )
-    short = ("--concurrency", "1,2", "--threads", "1", "--mixed-prompt", "16", *sizes)
-    result = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "serve.py"), str(llama_folder), *short, "--json", str(out)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    (found,) = json.loads(out.read_text())["results"]
-    assert found["runs"]["concurrency 2"]["completed"] == 2
-    assert found["runs"]["mixed"]["completed"] == 8
-    assert 0 < found["rss_ready"] <= found["allowed"]
-    assert "concurrency 2" in result.stdout
