@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from converting import interrupted, sharded
 
+from minifloat.calibration.options import TextOptions
 from minifloat.errors import DestinationError, MinifloatError, UsageError
+from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.convert import convert_checkpoint
+from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.options import GgufOptions, QuantizeOptions
+from minifloat.quantize.options import Budget, GgufOptions, QuantizeOptions
 from minifloat.quantize.preview import preview_quantization
 
 MakeModel = Callable[..., Path]
@@ -89,3 +92,39 @@ def test_a_model_that_the_engine_does_not_know_is_refused(
     source = make_model(tmp_path / "model", "deepseek_v3")
     with pytest.raises(MinifloatError, match=message):
         quantize_checkpoint(source, tmp_path / "out", "mxfp4", QuantizeOptions(layout=layout))
+
+
+@pytest.mark.parametrize("layout", WEIGHTS)
+@pytest.mark.parametrize("own_text", [True, False])
+def test_codes_chosen_with_data_are_those_of_quantize_and_convert(
+    source: Path, tmp_path: Path, layout: str, own_text: bool
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    (tmp_path / "two").mkdir()
+    text = DataOptions(["self" if own_text else tmp_path / "text.txt"], TextOptions(samples=60, seq_len=32))
+    quantize_checkpoint(source, tmp_path / "two" / "model", "mxfp4", data=text)
+    convert_checkpoint(tmp_path / "two" / "model", tmp_path / "expected", layout)
+    out = tmp_path / "out"
+    report = quantize_checkpoint(source, out, "mxfp4", QuantizeOptions(layout=layout), data=text)
+    assert report.rounding is not None
+    for path in (tmp_path / "expected").iterdir():
+        assert path.name == "README.md" or (out / path.name).read_bytes() == path.read_bytes(), path.name
+    nearest = tmp_path / "nearest"
+    quantize_checkpoint(source, nearest, "mxfp4", QuantizeOptions(layout=layout))
+    assert (nearest / WEIGHTS[layout]).read_bytes() != (out / WEIGHTS[layout]).read_bytes()
+    card = (out / "README.md").read_text()
+    assert "held-out KL" in card
+    assert "minifloat.json has" not in card
+
+
+def test_a_budget_of_a_gguf_file_mixes_what_the_file_holds_exactly(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    text = DataOptions([tmp_path / "text.txt"], TextOptions(samples=60, seq_len=32))
+    options = QuantizeOptions(layout="gguf", budget=Budget(bits=9.0))
+    quantize_checkpoint(source, tmp_path / "m.gguf", options=options, data=text)
+    layers = [row for row in inspect_checkpoint(tmp_path / "m.gguf").rows if row.name.startswith("blk.")]
+    assert "BF16" in {row.format for row in layers} <= {"BF16", "MXFP4", "NVFP4", "F32"}
+    weights = [row for row in layers if len(row.shape) > 1]
+    assert 8 * sum(row.nbytes for row in weights) <= 9.0 * sum(row.elements for row in weights)
+    with pytest.raises(UsageError, match="fp8: GGUF has no type for it"):
+        quantize_checkpoint(source, tmp_path / "x.gguf", "fp8", options, data=text)

@@ -14,6 +14,7 @@ from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.deploy.check.target import LOCAL
 from minifloat.errors import DestinationError, UsageError
 from minifloat.model.layouts import gguf, mlx
+from minifloat.model.layouts.gguf.blocks import BLOCKS, blocks_of
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.options import QuantizeOptions
 
@@ -44,13 +45,18 @@ def check_source(checkpoint: Checkpoint, destination: Path, options: QuantizeOpt
     check_model(checkpoint, options.gguf)
 
 
-def check_schemes(layout: str, schemes: dict[Scheme, None]) -> None:
-    """Refuse schemes whose codes or scales the layout would have to round."""
-    if layout == mlx.NAME:
-        for scheme in schemes:
+def check_schemes(layout: str, schemes: dict[Scheme, None], *, within_budget: bool) -> None:
+    """Refuse schemes whose codes or scales the layout would have to round; in a GGUF file only within a budget."""
+    for scheme in schemes:
+        if layout == mlx.NAME:
             mlx.WRITER.check(scheme)
             if scheme.weight.has_global_scale:
                 raise UsageError(
                     f"{scheme.name}: mlx has no tensor scale, and rounds it into others; quantize to a folder, then "
                     "minifloat convert --layout mlx --allow-rounding"
                 )
+        elif within_budget and blocks_of(scheme.weight) is None:
+            raise UsageError(
+                f"{scheme.name}: GGUF has no type for it, and other types take other bytes than the budget counts; "
+                f"within a budget, use {' or '.join(blocks.name.lower() for blocks in BLOCKS)}"
+            )

@@ -291,7 +291,7 @@ def _rounding_section(record: Record, *, verbose: bool = False) -> Section:
         Facts(rows),
         Text(folded if any(row["folded"] for row in rounding["folds"]) else "", on=_WRITTEN),
         Text(
-            'The command under "Made with" repeats the run; minifloat.json has each weight under "rounding".',
+            'The command under "Made with" repeats the run. minifloat.json has each weight under "rounding".',
             on=On.CARD,
         ),
         Folded(f"All {len(weights.rows)} weights", [weights], on=On.PAGE | On.TERMINAL if verbose else On.PAGE),

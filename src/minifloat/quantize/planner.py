@@ -140,7 +140,8 @@ class Planner:
         if not self.options.allow_partial:
             require_share(plan)
         if self.converted_to is not None:
-            check_schemes(self.converted_to, dict.fromkeys(plan.modules.values()))
+            schemes = dict.fromkeys(plan.modules.values())
+            check_schemes(self.converted_to, schemes, within_budget=self.options.budget is not None)
             if self._target is not None:
                 self._report(plan, self._target).require_loadable()
         return plan if self.decoded is None else with_dequantized_copies(plan, self.decoded)

@@ -20,6 +20,8 @@ from minifloat.report.text import layer_pattern, size_text
 
 #: The line in which the card of `quantize` names the layout; earlier versions wrote it as code.
 _LAYOUT_LINE = re.compile(r"^(Elements .*), layout `?[\w-]+`?\.$", re.MULTILINE)
+#: What the card of `quantize` says of the files beside it, which a conversion does not take along.
+_BESIDE = re.compile(r" minifloat\.json has [^.\n]*\.|^!\[.*\]\(budget\.svg\)\n+", re.MULTILINE)
 _MAKER = "minifloat"  #: a tag that stays true after a conversion
 _FORMATS = {part for name in SCHEMES for part in (name, name.partition("-")[0])}
 
@@ -103,9 +105,10 @@ def _card_section(name: str, report: ConvertReport) -> Section:
 
 
 def _with_true_layout(card: str, layout: str | None) -> str:
-    """Return the card without the former table of engines, and with the present layout in the line that names it."""
+    """Return the card without what was true of the source alone, and with the present layout."""
     present = "dequantized since, see below" if layout is None else f"layout {layout}"
-    return _LAYOUT_LINE.sub(lambda match: f"{match[1]}, {present}.", without_section(card, DEPLOYMENT))
+    kept = _BESIDE.sub("", without_section(card, DEPLOYMENT))
+    return _LAYOUT_LINE.sub(lambda match: f"{match[1]}, {present}.", kept)
 
 
 def _with_true_metadata(card: str, layout: str | None, engines: Reports, base: str | None) -> str:

@@ -285,18 +285,21 @@ class _Trial:
     groups: Groups
 
     def mixed(self, *, experts: bool, schemes: Sequence[Scheme]) -> list[Scheme | None]:
-        """Return the formats that groups of linears, or of experts, may have beside each other."""
+        """Return the formats that groups of linears, or of experts, may have, beside each other and alone."""
         accepted: list[Scheme | None] = [self.base]
         for scheme in (*schemes, None):
-            formats = [*accepted, scheme]
-            cycle = iter(formats * _GROUPS_PER_TRIAL)
-            chosen = [
-                self._possible(group, next(cycle, self.base)) if is_experts(group) is experts else self.base
-                for group in self.groups.groups
-            ]
-            if self._loads(chosen):
+            orders = ([*accepted, scheme] * _GROUPS_PER_TRIAL, [scheme] * len(self.groups.groups))
+            if all(self._loads(self._in_turn(order, experts)) for order in orders):
                 accepted.append(scheme)
         return accepted
+
+    def _in_turn(self, formats: Sequence[Scheme | None], experts: bool) -> list[Scheme | None]:
+        """Return the formats of all groups if these are given in turn to groups of linears, or of experts."""
+        turn = iter(formats)
+        return [
+            self._possible(group, next(turn, self.base)) if is_experts(group) is experts else self.base
+            for group in self.groups.groups
+        ]
 
     def uniform_experts(self, schemes: Sequence[Scheme]) -> list[Scheme | None]:
         """Return the formats that the experts of all layers may have together."""
