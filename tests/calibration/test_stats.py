@@ -14,7 +14,7 @@ import pytest
 from minifloat.calibration.result import STATS_FORMAT, read_stats, write_stats
 from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModelIdentity, ModuleStats
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.array_file import ArrayContent, numpy_arrays, read_arrays, write_arrays
+from minifloat.checkpoint.array_file import ArrayContent, read_arrays, write_arrays
 from minifloat.errors import CheckpointError, StatsError, StorageError
 from minifloat.numerics.histogram import BINS, FINITE_BINS, bin_edges, count_magnitudes
 
@@ -180,7 +180,7 @@ def forge(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], 
     arrays = {name: file.array(name).copy() for name in STATS_FORMAT.arrays or ()}
     record = json.loads(json.dumps(file.record))
     change(record, arrays)
-    write_arrays(path, STATS_FORMAT, ArrayContent(record, numpy_arrays(arrays)))
+    write_arrays(path, STATS_FORMAT, ArrayContent(record, arrays))
 
 
 def first(content: dict[str, Any]) -> list[int]:

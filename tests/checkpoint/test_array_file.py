@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minifloat.calibration.layerwise.walk import LayerWork
-from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, numpy_arrays, read_arrays, write_arrays
+from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, read_arrays, write_arrays
 from minifloat.checkpoint.layout import JOURNAL_FILE
 from minifloat.checkpoint.schema import any_object, exact_fields, text
 from minifloat.errors import StatsError, StorageError
@@ -23,7 +23,7 @@ ARRAYS = {
 }
 CONTENT = ArrayContent(
     {"weights": [{"module": "layers.0.q_proj", "method": "gptq", "nearest_error": 0.125, "ü": None}], "folds": []},
-    numpy_arrays(ARRAYS),
+    ARRAYS,
 )
 
 
@@ -47,9 +47,7 @@ def test_names_bytes_and_record_come_back(path: Path) -> None:
 def test_equal_content_gives_equal_bytes_and_digests(path: Path, tmp_path: Path) -> None:
     write_arrays(tmp_path / "again", FORMAT, CONTENT)
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
-    write_arrays(
-        tmp_path / "other", FORMAT, ArrayContent(CONTENT.record, numpy_arrays(ARRAYS | {"tokens": -ARRAYS["tokens"]}))
-    )
+    write_arrays(tmp_path / "other", FORMAT, ArrayContent(CONTENT.record, ARRAYS | {"tokens": -ARRAYS["tokens"]}))
     assert read_arrays(tmp_path / "other", FORMAT).digest != read_arrays(path, FORMAT).digest
 
 

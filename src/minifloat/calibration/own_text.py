@@ -32,7 +32,7 @@ from minifloat.calibration.options import DEFAULT_SAMPLES, TextOptions
 from minifloat.calibration.readers import OWN_TEXT, first_line
 from minifloat.calibration.stats import ModelIdentity
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, numpy_arrays, read_arrays, write_arrays
+from minifloat.checkpoint.array_file import ArrayContent, ArrayFormat, read_arrays, write_arrays
 from minifloat.checkpoint.hub import model_name
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.schema import any_object, exact_fields, integer, map_of, or_null, text
@@ -107,7 +107,7 @@ def write_token_file(written: WrittenText, path: Path) -> None:
         "chat": dict(written.chat),
         "minifloat": written.version,
     }
-    write_arrays(path, _FORMAT, ArrayContent(record, numpy_arrays({_TENSOR: written.tokens.astype(np.int32)})))
+    write_arrays(path, _FORMAT, ArrayContent(record, {_TENSOR: written.tokens.astype(np.int32)}))
 
 
 def read_token_file(path: Path) -> WrittenText | None:

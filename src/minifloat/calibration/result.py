@@ -21,7 +21,6 @@ from minifloat.checkpoint.array_file import (
     ArrayContent,
     ArrayFile,
     ArrayFormat,
-    numpy_arrays,
     read_arrays,
     write_arrays,
 )
@@ -125,7 +124,7 @@ def encode_stats(stats: ActivationStats) -> ArrayContent:
         "channels": [len(row) for row in channels.rows],
         "kv": {name: entry.heads for name, entry in kv},
     }
-    return ArrayContent(record, numpy_arrays(arrays))
+    return ArrayContent(record, arrays)
 
 
 def _stack(rows: list[npt.NDArray[Any]], columns: int, dtype: type) -> npt.NDArray[Any]:

@@ -11,13 +11,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from minifloat.checkpoint.files import (
-    Buffer,
     byte_view,
     open_regular,
     parse_object,
@@ -39,9 +38,6 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 _PIECE_BYTES = 1 << 24
 
-#: Dtype in the header, shape, and bytes of an array.
-Array: TypeAlias = tuple[str, tuple[int, ...], Buffer]
-
 
 @dataclass(frozen=True)
 class ArrayFormat:
@@ -59,7 +55,7 @@ class ArrayContent:
     """Arrays by name and the record of them, about to be written."""
 
     record: Mapping[str, Any]
-    arrays: Mapping[str, Array]
+    arrays: Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,6 @@ class ArrayFile:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._infos)
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         info = self._infos[name]
@@ -96,25 +89,21 @@ class ArrayFile:
         return data.view(_NUMPY[info.dtype]).reshape(info.shape)
 
 
-def numpy_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Array]:
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    return {name: (_DTYPE_NAMES[array.dtype], array.shape, array) for name, array in contiguous.items()}
-
-
 def write_arrays(path: Path, kind: ArrayFormat, content: ArrayContent) -> None:
     """Write a file in one step: write a temporary file, sync it, and rename it. Equal content gives equal bytes."""
-    outputs = [OutputTensor(name, dtype, shape) for name, (dtype, shape, _) in content.arrays.items()]
+    arrays = {name: np.ascontiguousarray(array) for name, array in content.arrays.items()}
+    outputs = [OutputTensor(name, _DTYPE_NAMES[array.dtype], array.shape) for name, array in arrays.items()]
     record = json.dumps(content.record, allow_nan=False, separators=(",", ":"))
     metadata = {"format": f"minifloat {kind.name}", "version": str(kind.version), "record": record}
     plain, spans = encode_header(outputs, metadata)
     hasher = hashlib.sha256(plain)
     for name in spans:  # in the order of their offsets
-        hasher.update(byte_view(content.arrays[name][2]))
+        hasher.update(byte_view(arrays[name]))
     header, _ = encode_header(outputs, metadata | {"sha256": hasher.hexdigest()})
     with written_whole(path) as file:
         file.write(header)
         for name in spans:
-            file.write(byte_view(content.arrays[name][2]))
+            file.write(byte_view(arrays[name]))
 
 
 def read_arrays(path: Path, kind: ArrayFormat) -> ArrayFile:

@@ -28,7 +28,7 @@ from minifloat.model.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.rounding.damage import KLMeans, token_divergence
 from minifloat.quantize.rounding.layer import PlannedWeights
 from minifloat.quantize.rounding.methods import RoundingOptions
-from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, layer_content
+from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer
 from minifloat.quantize.rounding.stages import find_stages
 
@@ -90,7 +90,7 @@ class _InputWalk:
             walk.run(lambda layer: self._run_layer(walk, layer))
             with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.logits_in_float32():
                 losses = {name: asdict(loss) for name, loss in self._compare(walk, hidden).items()}
-        work.finish(len(self.stack), layer_content({}, {"losses": losses}))
+        work.finish(len(self.stack), ArrayContent({"losses": losses}, {}))
 
     def _streams(self, _: int, __: Tensor) -> list[Hashable]:
         return [ORIGINAL, WEIGHTS, INPUTS]
@@ -107,7 +107,7 @@ class _InputWalk:
             self._run_stream(layer, walk.places[INPUTS])
         if self.progress is not None:
             self.progress(layer.index + 1, len(self.stack), f"layer {layer.index + 1} of {len(self.stack)}")
-        return layer_content({}, {})
+        return ArrayContent({}, {})
 
     def _run_stream(self, layer: OpenLayer, places: Mapping[int, StoredTensor]) -> None:
         for number, place in places.items():

@@ -21,7 +21,7 @@ from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.quantize.rounding.feedback import DAMPING, Feedback, times
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold, layer_tensors, part_view
 from minifloat.quantize.rounding.methods import Grid, Method, SharedInput, error_of
-from minifloat.quantize.rounding.rounded_model import Bytes, layer_content
+from minifloat.quantize.rounding.rounded_model import Bytes
 from minifloat.quantize.rounding.stages import Stage
 from minifloat.quantize.rounding.statistics import Rows, Statistics
 
@@ -171,4 +171,4 @@ class PlannedWeights:
         quantized = {source for source, _ in self.parts.values()}
         tensors = dict(rounding.tensors)
         tensors |= {name: tensor_bytes(fold.views[name]) for name in sorted(fold.changed) if name not in quantized}
-        return layer_content(tensors, {"weights": rounding.rows, "folds": fold.records, **record})
+        return ArrayContent({"weights": rounding.rows, "folds": fold.records, **record}, tensors)

@@ -21,13 +21,13 @@ from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
 from minifloat.calibration.layerwise.walk import LayerWork
-from minifloat.checkpoint.array_file import ArrayFile
+from minifloat.checkpoint.array_file import ArrayContent, ArrayFile
 from minifloat.checkpoint.progress import Progress
 from minifloat.kernels.rounding import ROW_BLOCK
 from minifloat.quantize.estimate import moment_tokens
 from minifloat.quantize.rounding.group_damage import DAMAGE_TOKENS, DamageRequest, Damages, LayerDamage
 from minifloat.quantize.rounding.layer import tensor_bytes
-from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT, layer_content
+from minifloat.quantize.rounding.rounded_model import LAYER_FORMAT
 from minifloat.quantize.rounding.stages import Stage, find_stages, on_output
 from minifloat.quantize.rounding.texts import first_sequences
 
@@ -124,7 +124,7 @@ class _Gradients:
             with self.stack.weights.layer(index) as layer:
                 gradients, damages = self._backward(index, layer, places.pop(), gradients)
             found = {module: tensor_bytes(moments) for module, moments in self.moments.items()}
-            folder.finish(len(folder.finished), layer_content(found, {"damages": damages}))
+            folder.finish(len(folder.finished), ArrayContent({"damages": damages}, found))
             self.moments.clear()
             self._report(index)
 

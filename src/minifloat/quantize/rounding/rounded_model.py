@@ -8,18 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.checkpoint.array_file import ArrayContent, ArrayFile, ArrayFormat, numpy_arrays
+from minifloat.checkpoint.array_file import ArrayFile, ArrayFormat
 from minifloat.checkpoint.schema import any_object
 
 Bytes = npt.NDArray[np.uint8]
 
 #: The results of one layer, or of the comparison.
 LAYER_FORMAT = ArrayFormat("rounded layer", 1, any_object, "delete the work folder")
-
-
-def layer_content(tensors: Mapping[str, Bytes], record: Mapping[str, Any]) -> ArrayContent:
-    """Return the results of a layer: output tensors under their names in the checkpoint, and a record of how."""
-    return ArrayContent(record, numpy_arrays(tensors))
 
 
 class RoundedModel:

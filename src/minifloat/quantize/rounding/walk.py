@@ -30,7 +30,6 @@ from minifloat.quantize.rounding.layer import LayerRounding, PlannedWeights
 from minifloat.quantize.rounding.layer_fold import FoldSample, LayerFold
 from minifloat.quantize.rounding.methods import RoundingOptions
 from minifloat.quantize.rounding.output_moments import OutputMoments
-from minifloat.quantize.rounding.rounded_model import layer_content
 from minifloat.quantize.rounding.stage_inputs import InputQuantizer, StageReader, StoredStageInputs, pair, routed
 from minifloat.quantize.rounding.stages import FinishedModules, Stage, find_finished_modules, find_stages
 from minifloat.quantize.rounding.statistics import (
@@ -83,7 +82,7 @@ class RoundingWalk:
                 }
                 if seen := self._seen(walk, hidden):
                     record["seen"] = seen
-        work.finish(len(self.stack), layer_content({}, record))
+        work.finish(len(self.stack), ArrayContent(record, {}))
 
     def _streams(self, number: int, hidden: Tensor) -> list[Hashable]:
         held_out = number >= self.texts.first_chosen_on
