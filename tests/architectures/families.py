@@ -11,7 +11,6 @@ from small_configs import EXPERT, EXPERTS, HEADS, HIDDEN, PER_TOKEN
 
 _FOUR_HEADS = {"num_key_value_heads": HEADS}
 _HEAD_DIM = {"head_dim": HIDDEN // HEADS}
-_SHARED_KV = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
 _GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 32}
 _GEMMA4_MOE = {
     **_GEMMA4,

@@ -332,7 +332,6 @@ class _Writer:
         return WrittenText(self._settings, np.stack(rows), self._weights, chat)
 
     def _batch(self, indices: range, samples: int) -> list[npt.NDArray[np.int32]]:
-        """Return sequences that are decoded together."""
         length = self._settings.seq_len
         tokens = {str(index): list(self._prompts.prompt(index)) for index in indices}
         unfinished = set(tokens)

@@ -99,7 +99,6 @@ def saturation(module: ModuleStats, scale: float, element: ElementFormat = E4M3)
 
 
 def _select(by_module: Mapping[str, _Stats], modules: Iterable[str] | None) -> dict[str, _Stats]:
-    """Return the statistics of the given modules, or of all if `modules` is None."""
     names = list(by_module if modules is None else modules)
     missing = [name for name in names if name not in by_module]
     if missing:

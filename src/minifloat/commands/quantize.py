@@ -151,7 +151,6 @@ def _preview(params: SimpleNamespace) -> None:
 
 
 def _options(params: SimpleNamespace, method: str | None = None) -> QuantizeOptions:
-    """Return the options of the run and of the dry run."""
     return build(
         QuantizeOptions,
         vars(params),

@@ -201,7 +201,6 @@ class _Card:
 
 
 def _completed_card(root: Path, options: Mapping[str, str], *, quantized: bool) -> _Card:
-    """Return the card of a folder, completed with metadata that it lacks."""
     card = _Card.read(root)
     path, metadata = root / CARD_FILE, card.metadata
     for key, value in options.items():

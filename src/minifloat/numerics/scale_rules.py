@@ -104,7 +104,6 @@ def _epsilon(fmt: ElementFormat) -> float:
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """Return a float32 scalar on the device of `like`."""
     # CUDA divides by a Python number by its reciprocal; a copy from the host could not be captured in a graph
     return torch.full((), value, dtype=torch.float32, device=like.device)
 

@@ -283,7 +283,6 @@ def _rates(
 def _writing(
     checkpoint: Checkpoint, plan: QuantizationPlan, sequences: int, text: TextOptions, rates: Rates
 ) -> Writing:
-    """Return what the writing of some sequences takes."""
     share, weights, nbytes, copied = visited_share(checkpoint.config), 0.0, 0, 0
     for tensor in plan.tensors:
         size, stored = math.prod(tensor.source.shape), checkpoint.stored_bytes(tensor.source)

@@ -149,7 +149,6 @@ def _texts(
     progress: Progress | None,
     search: Search | None = None,
 ) -> tuple[SplitText, dict[str, Any]]:
-    """Return the parts of the text, and the record of the whole."""
     text, file, cost = cost_of(checkpoint, plan, data, destination, search)
     cost.require()
     if data.announce is not None:

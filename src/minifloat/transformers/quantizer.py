@@ -188,7 +188,6 @@ def unregister() -> None:
 
 
 def _tied_to(model: PreTrainedModel, source: str) -> list[str]:
-    """Return the parameters that are tied to another one."""
     return [name for name, other in model.all_tied_weights_keys.items() if other == source]
 
 

@@ -76,10 +76,6 @@ def test_blocks_with_16_bit_inputs_are_not_converted_to_a_layout_with_quantized_
     refused(source, tmp_path, "fp8", "requires inputs quantized at run time in groups of 128, unlike", ConversionError)
 
 
-def with_tensors(**tensors: torch.Tensor) -> Callable[[Tensors], Tensors]:
-    return lambda before: before | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize(
     ("name", "added", "problem"),
     [

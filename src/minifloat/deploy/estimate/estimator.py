@@ -234,7 +234,6 @@ def _cache(request: _Request, element: ElementFormat) -> CacheEstimate:
 
 
 def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: _Request) -> tuple[str, ...]:
-    """Return the commands that make the checkpoint and serve it."""
     fp8_cache = request.element is E4M3
     commands = []
     served, scheme = shlex.quote(model), candidate.scheme

@@ -350,7 +350,8 @@ def _build(config: PreTrainedConfig, dtype: str, folder: Path, *, text_only: boo
     if not text_only:
         composite = config.get_text_config(decoder=True) is not config
         autos.insert(0 if composite else 1, transformers.AutoModelForImageTextToText)
-    builders = [*([] if text_only else _named(config)), *(auto.from_config for auto in autos if _has(auto, config))]
+    builders = [] if text_only else [*_named(config)]
+    builders += [auto.from_config for auto in autos if type(config) in auto._model_mapping]
     config._attn_implementation = "eager"
     config._experts_implementation = "batched_mm"
     failures: list[Exception] = []
@@ -379,17 +380,11 @@ def _named(config: PreTrainedConfig) -> Iterator[Any]:
             yield cls._from_config
 
 
-def _has(auto: Any, config: PreTrainedConfig) -> bool:
-    """Return whether an auto class of transformers has a model of a config."""
-    return type(config) in auto._model_mapping
-
-
 def _first_line(error: Exception) -> str:
     return textwrap.shorten(str(error).strip().partition("\n")[0], _LONGEST_REASON, placeholder=" ...")
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Return the name of a torch dtype in safetensors headers."""
     import torch
 
     floats = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

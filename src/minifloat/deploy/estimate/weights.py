@@ -16,7 +16,7 @@ from minifloat.deploy.estimate.shape import ModelShape, cache_bytes, state_bytes
 from minifloat.errors import UsageError
 from minifloat.model.architecture.family import Role
 from minifloat.model.layouts import WriteLayout
-from minifloat.model.plan.tensor_plan import Part, TensorPlan
+from minifloat.model.plan.tensor_plan import TensorPlan
 from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat
 
 _BY_ROWS = frozenset(
@@ -128,15 +128,12 @@ def _on_device(tensor: TensorPlan, layout: WriteLayout, shape: ModelShape, gpus:
             elements += -(-math.prod(part.shape) // gpus)
             nbytes += sum(-(-output.nbytes // gpus) for output in part.tensors.all)
             continue
-        extents = _part_extents(part, shape, gpus)
-        elements += math.prod(extents)
-        nbytes += sum(output.nbytes for output in layout.weight_tensors(part.module, part.scheme.weight, extents).all)
+        rows, cols = _divided(f"{part.module}.weight", Role.LINEAR, part.shape, shape, gpus)
+        elements += rows * cols
+        nbytes += sum(
+            output.nbytes for output in layout.weight_tensors(part.module, part.scheme.weight, (rows, cols)).all
+        )
     return nbytes, elements
-
-
-def _part_extents(part: Part, shape: ModelShape, gpus: int) -> tuple[int, int]:
-    rows, cols = _divided(f"{part.module}.weight", Role.LINEAR, part.shape, shape, gpus)
-    return rows, cols
 
 
 def _divided(name: str, role: Role, extents: tuple[int, ...], shape: ModelShape, gpus: int) -> tuple[int, ...]:

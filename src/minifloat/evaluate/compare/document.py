@@ -175,7 +175,6 @@ def _terminal_lines(candidate: CandidateResult) -> Iterator[str]:
 
 
 def _terminal_verdicts(comparison: Comparison, names: Sequence[str]) -> doc.Section:
-    """Return the verdicts, which are the last lines."""
     unknown = any(not row.kl_mean.known for candidate in comparison.candidates for row in candidate.summaries)
     lines = [
         *([words.confidence_text()] if unknown else []),

@@ -286,7 +286,6 @@ def _mcnemar(wins: int, losses: int) -> float:
 
 
 def _metric_keys(run: dict[str, Any], task: str) -> list[str]:
-    """Return the keys ``metric,filter`` of a task's results."""
     keys = run["results"].get(task, {})
     return [key for key in keys if "," in key and not key.rpartition(",")[0].endswith("_stderr")]
 

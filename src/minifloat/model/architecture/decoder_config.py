@@ -308,7 +308,6 @@ def _is_experts_of_gemma4(value: Any, values: Mapping[str, Any]) -> bool:
 
 
 def _is_by_layer(value: Any, values: Mapping[str, Any]) -> bool:
-    """Return whether a value states the heads of some layers."""
     return isinstance(value, Mapping) and all(
         isinstance(index, str)
         and index.isdecimal()

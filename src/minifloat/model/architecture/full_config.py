@@ -69,7 +69,6 @@ def is_in_transformers(values: Mapping[str, Any]) -> bool:
 
 
 def _model_type(values: Mapping[str, Any]) -> str:
-    """Return the type under which transformers has a model."""
     from transformers import CONFIG_MAPPING
 
     stated = str(values.get("model_type"))

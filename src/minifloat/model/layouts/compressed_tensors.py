@@ -196,7 +196,8 @@ class CompressedTensorsWriter(WriteLayout):
             groups[f"group_{number}"] = {
                 "targets": with_names(["Linear", *others] if len(schemes) == 1 else members, names),
                 "format": _format_name(scheme),
-                "weights": _weight_args(scheme.weight),
+                "weights": _float_args(scheme.weight.element, scheme.weight.granularity, dynamic=False)
+                | _scale_args(scheme.weight),
                 "input_activations": _activation_args(scheme.activation),
                 "output_activations": None,
             }
@@ -225,10 +226,6 @@ def _format_name(scheme: Scheme) -> str:
     if scheme.weight.scale is E8M0:
         return "mxfp4-pack-quantized" if scheme.weight.element is E2M1 else "mxfp8-quantized"
     return "naive-quantized" if scheme.activation is None else "float-quantized"
-
-
-def _weight_args(spec: WeightSpec) -> dict[str, Any]:
-    return _float_args(spec.element, spec.granularity, dynamic=False) | _scale_args(spec)
 
 
 def _scale_args(spec: WeightSpec | ActivationSpec) -> dict[str, Any]:

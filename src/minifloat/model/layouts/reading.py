@@ -243,7 +243,6 @@ def stored_ranges(checkpoint: Checkpoint, stored: StoredWeight) -> list[tuple[Te
 
 
 def _experts(info: TensorInfo, stored: StoredWeight) -> int:
-    """Return how many weights share a tensor."""
     return max(info.shape[0], 1) if stored.expert is not None else 1
 
 

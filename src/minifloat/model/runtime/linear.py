@@ -270,9 +270,6 @@ class Packing:
         elif not reason and not (isinstance(held, QuantizedTensor) and held.spec.element in (E4M3, E2M1)):
             reason = "they are no floating-point numbers"
         weight.int8_inputs = not reason
-        self._note_int8(module, reason)
-
-    def _note_int8(self, module: str, reason: str) -> None:
         if reason:
             self._not_rounded.setdefault(reason, []).append(module)
         else:

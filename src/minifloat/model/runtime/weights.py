@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -72,7 +72,9 @@ class WeightSource:
 
     def reading_ahead(self) -> AbstractContextManager[None]:
         """Read quantized weights on a second thread, in the order of `ModelParameters.shapes`."""
-        return self._tensors.reading_ahead(dict.fromkeys(self._names[name] for name in self._order()))
+        replaced = self._replaced()
+        order = (replaced.get(name, name) for name in self._parameters.shapes)
+        return self._tensors.reading_ahead(dict.fromkeys(self._names[name] for name in order))
 
     def is_quantized(self, parameter: str) -> bool:
         return self._names[parameter] in self._tensors.quantized
@@ -133,8 +135,9 @@ class WeightSource:
     def _match(self) -> dict[str, str]:
         found: dict[str, list[str]] = {}
         surplus = []
+        parameters = self._parameters.shapes.keys() | self._parameters.fused.keys()
         for name in self._tensors.names:
-            match = next((c for c in self._candidates(name) if self._is_parameter(c)), None)
+            match = next((c for c in self._candidates(name) if c in parameters), None)
             if match is None:
                 surplus.append(name)
             else:
@@ -155,9 +158,6 @@ class WeightSource:
         for candidate in (renamed, name):
             yield from (candidate, _PREFIX + candidate, candidate.removeprefix(_PREFIX))
 
-    def _is_parameter(self, name: str) -> bool:
-        return name in self._parameters.shapes or name in self._parameters.fused
-
     def _check_missing(self) -> None:
         """Tie what the config ties, and raise a CheckpointError if a parameter has no tensor."""
         if self._parameters.tied is not None:
@@ -171,10 +171,6 @@ class WeightSource:
         replaced = self._replaced()
         missing = [name for name in self._parameters.shapes if name not in self._names and name not in replaced]
         self._tensors.refuse_missing(self._parameters.architecture, missing)
-
-    def _order(self) -> Iterable[str]:
-        replaced = self._replaced()
-        return (replaced.get(name, name) for name in self._parameters.shapes)
 
     def _replaced(self) -> dict[str, str]:
         """Return the parameters of experts that the checkpoint has fused, each with the fused parameter."""

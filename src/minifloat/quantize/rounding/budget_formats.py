@@ -254,7 +254,6 @@ def loads_alike(
 def _cheapest(
     planner: Planner, scheme: Scheme | None, user: Sequence[Override], loading: _Loading
 ) -> tuple[Scheme, QuantizationPlan]:
-    """Return the cheapest format, and the plan in which all weights have it."""
     if scheme is not None:
         plan = planner(scheme, user)
         refusal = loading.refusal(plan)

@@ -193,7 +193,6 @@ def divide(
 
 
 def _own_statistics(experts: ExpertRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:
-    """Yield each expert with the statistics of the inputs that were routed to it."""
     for expert, tokens in enumerate(experts.tokens):
         accumulator = Accumulator(width, drift=drift and tokens >= width)
         for rows in experts.read(expert):

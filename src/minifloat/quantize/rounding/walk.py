@@ -114,7 +114,6 @@ class RoundingWalk:
         return {"tokens": found.total, "method": found.mean, "method_error": found.error} if both else {}
 
     def _logits(self, walk: LayerWalk, hidden: TensorFile, number: int, *streams: str) -> Iterator[Tensor]:
-        """Yield the logits of a sequence in some streams."""
         states = (hidden.read(walk.places[stream][number]) for stream in streams)
         return self.stack.logits_of(self.sequences[number], states)
 
@@ -207,7 +206,6 @@ class _LayerRun:
                 self.walk.report(self.layer.index, "quantized", len(self.stages))
 
     def _observe_kv(self, path: str, key: Tensor, value: Tensor) -> None:
-        """Record the largest key and value of each head."""
         name = self.layer.sites.attention_name(path)
         k, v = head_amax(key).cpu(), head_amax(value).cpu()
         if name in self.kv:

@@ -150,7 +150,7 @@ class SamplingRequest(Strict):
         if not isinstance(data, dict):
             return data
         for name in _UNSUPPORTED.keys() & data.keys():
-            raise_unsupported(name)
+            raise FieldError(name, _UNSUPPORTED[name])
         return data
 
     @model_validator(mode="after")
@@ -217,10 +217,6 @@ def _grammar_of(format: JsonObjectFormat | JsonSchemaFormat | StructuralTagForma
 _SAME = {each.name for each in fields(Sampling)} & SamplingRequest.model_fields.keys() - {
     *("stop", "stop_token_ids", "bad_words", "logit_bias", "cache_salt")
 }
-
-
-def raise_unsupported(name: str) -> None:
-    raise FieldError(name, _UNSUPPORTED[name])
 
 
 class PromptTokensDetails(BaseModel):

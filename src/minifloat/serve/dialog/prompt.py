@@ -88,7 +88,6 @@ class TemplateTraits:
 
 
 def _example(as_text: bool, short_id: bool) -> tuple[Any, str]:
-    """Return arguments and the id of a call."""
     arguments = {"probe_key": "probe_value"}
     return _json(arguments) if as_text else arguments, _SHORT_ID if short_id else _LONG_ID
 
@@ -290,7 +289,6 @@ class Dialogs:
         return variables | dict(conversation.variables) | {"messages": messages}
 
     def _messages(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]]) -> list[_Message]:
-        """Return messages as the template reads them."""
         has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if not tools and not has_calls:
             return list(map(dict, messages))
@@ -307,7 +305,6 @@ class Dialogs:
         return found
 
     def _call_as_told(self, message: Mapping[str, Any]) -> _Message:
-        """Return a message with its calls in the form that the template wants."""
         message = dict(message)
         if self.traits.short_ids and "tool_call_id" in message:
             message["tool_call_id"] = _short_id(message["tool_call_id"])

@@ -129,7 +129,6 @@ def _pre_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, stored: Con
 
 
 def _steps(stored: Config, key: str) -> list[Config]:
-    """Return the steps of a normalizer or a pre-tokenizer."""
     whole = stored[key] or {}
     return [*whole.get("normalizers", whole.get("pretokenizers", [whole] if whole else []))]
 
