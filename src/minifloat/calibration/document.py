@@ -90,9 +90,6 @@ def _by_kind(inputs: Sequence[InputSummary]) -> dict[str, list[InputSummary]]:
     return {joined(name_in_layer(row.module) for row in group): group for group in groups.values()}
 
 
-# ------------------------------------------------------------------------------------------------- inputs
-
-
 def _input_table(inputs: Sequence[InputSummary], *, verbose: bool) -> Table:
     groups: dict[str, list[InputSummary]] = {}
     for summary in inputs:
@@ -172,9 +169,6 @@ def _layer_chart(caption: str, series: Sequence[Series], label: str) -> Figure:
     return Figure(caption, Lines(series, Axis("layer", whole=True), Axis(label, log=True)))
 
 
-# ------------------------------------------------------------------------------------------------- keys and values
-
-
 def _cache_section(kv: Mapping[str, KVStats], summary: StatsSummary) -> Section:
     if not kv:
         return section("Keys and values", Text("No keys and values were observed."), on=On.PAGE)
@@ -198,9 +192,6 @@ def _cache_section(kv: Mapping[str, KVStats], summary: StatsSummary) -> Section:
     return section(
         "Keys and values", _layer_chart(caption, series, "amax"), Folded("The numbers of this chart", [table])
     )
-
-
-# ------------------------------------------------------------------------------------------------- what a page adds
 
 
 def _convergence_section(stats: ActivationStats, summary: StatsSummary) -> Section:

@@ -88,9 +88,6 @@ class Source:
 _OPTIONS: dict[str, Callable[[str], str | float]] = {"column": str, "weight": float, "config": str, "split": str}
 
 
-# ------------------------------------------------------------------------------------------------- files
-
-
 def locate(source: Source) -> tuple[str, list[Path]]:
     """Return the kind of a source and its files, sorted; no files for a data set of the hub."""
     if source.name == OWN_TEXT:
@@ -253,9 +250,6 @@ READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
     ".tsv": _csv_rows,
     ".parquet": _parquet_rows,
 }
-
-
-# ------------------------------------------------------------------------------------------------- libraries
 
 
 def hub_rows(source: Source) -> Iterator[tuple[str, Any]]:

@@ -214,9 +214,6 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_IN_WARNING]) + (f" and {more} more" if more > 0 else "")
 
 
-# ------------------------------------------------------------------------------------------------- the run as text
-
-
 def run_facts(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None) -> list[tuple[str, str]]:
     """Return model, data, rule and versions of a calibration, as names and values."""
     lines = [
@@ -244,9 +241,6 @@ def _data_lines(data: Mapping[str, Any]) -> Iterator[str]:
 def _source_line(source: Mapping[str, Any]) -> str:
     details = {key: value for key, value in source.items() if key != "name" and value is not None}
     return f"{source.get('name', 'text')}: " + ", ".join(f"{key} {brief(value)}" for key, value in details.items())
-
-
-# ------------------------------------------------------------------------------------------------- numbers as text
 
 
 def settled_text(convergences: Sequence[Convergence]) -> str:

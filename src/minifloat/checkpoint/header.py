@@ -218,9 +218,6 @@ def _brief(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ------------------------------------------------------------------------------------------------- the shard index
-
-
 def read_index(root: Path) -> dict[str, str] | None:
     """Return the map from tensor name to shard file, or None if the folder has no index."""
     path = root / INDEX_FILE

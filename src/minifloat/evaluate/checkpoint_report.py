@@ -112,9 +112,6 @@ def _missing(title: str, command: str) -> Section:
     return section(title, Text(f"{title.rstrip('?')}: not measured yet. This adds it:"), Code(command))
 
 
-# ------------------------------------------------------------------------------------------------- the results
-
-
 @dataclass(frozen=True)
 class Results:
     """What is known of a checkpoint: None where a command has not run."""

@@ -120,9 +120,6 @@ def _share_text(share: QuantizedShare) -> str:
     return f"{share}; kept: {reasons}." if reasons else f"{share}."
 
 
-# ------------------------------------------------------------------------------------------------- tensors
-
-
 class _Tensor(NamedTuple):
     name: str
     becomes: str
@@ -212,9 +209,6 @@ def _worst(record: Record) -> list[tuple[_Tensor, CastStats]]:
     """Return the weights with the lowest SQNR, lowest first."""
     found = [(tensor, tensor.stats) for tensor in _tensors(record) if tensor.stats is not None]
     return sorted(found, key=lambda pair: pair[1].sqnr_db)[:_WORST]
-
-
-# ------------------------------------------------------------------------------------------------- from the record
 
 
 def done_section(record: Record) -> Section:
@@ -394,9 +388,6 @@ def _budget_section(record: Record) -> Section:
         ),
         on=_WRITTEN,
     )
-
-
-# ------------------------------------------------------------------------------------------------- the model card
 
 
 def model_card(checkpoint: Checkpoint, report: QuantizeReport, engines: Reports, base_model: str | None = None) -> str:

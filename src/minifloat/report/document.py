@@ -150,9 +150,6 @@ def shown(blocks: Iterable[Block], on: On) -> Iterator[Block]:
         yield block
 
 
-# ------------------------------------------------------------------------------------------------- figures
-
-
 @dataclass(frozen=True)
 class Axis:
     """One axis of a chart; `low` and `high` None: from the data. `at`: its only ticks."""
@@ -257,9 +254,6 @@ class Figure(Block):
     caption: str
     chart: Lines | Bars | Dots | Scatter | Heatmap | str
     on: On = field(default=On.PAGE, kw_only=True)
-
-
-# ------------------------------------------------------------------------------------------------- results
 
 
 class ShortReport(ABC):

@@ -93,9 +93,6 @@ def _cleaned(text: str, title: str, *, alone: bool) -> str:
     return f'{head} role="img" aria-label="{escape(title)}"{bracket}{style}{rest}'
 
 
-# ------------------------------------------------------------------------------------------------- axes
-
-
 def _tick_text(axis: Axis, value: float) -> str:
     return f"{format_number(100 * value)}%" if axis.percent else format_number(value)
 
@@ -153,9 +150,6 @@ def _mark(axes: Axes, mark: Mark | None, level: int = 0) -> None:
             visible(mark[1]), place, (0, 3 + 11 * level), xycoords=("data", "axes fraction"),
             textcoords="offset points", ha="center", annotation_clip=False,
         )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- charts
 
 
 def _lines(canvas: Canvas, axes: Axes, chart: Lines) -> None:

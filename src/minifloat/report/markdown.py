@@ -96,9 +96,6 @@ def _table(block: doc.Table) -> Iterator[str]:
     yield ""
 
 
-# ------------------------------------------------------------------------------------------------- metadata
-
-
 def metadata_head(values: Mapping[str, Any]) -> str:
     from huggingface_hub.utils import yaml_dump
 
@@ -133,9 +130,6 @@ def replace_metadata(card: str, values: Mapping[str, Any]) -> str:
     """Return the card with a new head in place of the former one, whose YAML comments are lost."""
     match = _HEAD.match(card)
     return metadata_head(values) + (card if match is None else card[match.end() :])
-
-
-# ------------------------------------------------------------------------------------------------- sections
 
 
 def read_card(folder: Path) -> bytes:

@@ -111,9 +111,6 @@ def shape_text(shapes: set[tuple[int, ...]]) -> str:
     return "x".join(map(str, next(iter(shapes)))) if len(shapes) == 1 else "various"
 
 
-# ------------------------------------------------------------------------------------------------- numbers
-
-
 def format_number(value: float) -> str:
     """Return a number as short text (``0.25``, ``1,200``, ``3e-7``), or a dash if it is not finite."""
     if not math.isfinite(value):

@@ -130,9 +130,6 @@ def _times(bound: Bound) -> tuple[str, str]:
     return f"{1e3 * bound.seconds:,.3g}", f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
-# ------------------------------------------------------------------------------------------------- known losses
-
-
 def _loss_table(plan: ModelPlan) -> Table:
     rows = []
     for scheme in plan.schemes:
@@ -176,9 +173,6 @@ def _quality_text(scheme: SchemeEstimate) -> str:
     first = scheme.losses[0]
     kl = _measured(first.kl, ".4f")
     return f" (on {first.model}: perplexity {_measured(first.ppl_increase, '+.2%')}, KL {kl})"
-
-
-# ------------------------------------------------------------------------------------------------- advice
 
 
 def _advice(plan: ModelPlan) -> Section:

@@ -270,9 +270,6 @@ def spread(values: Sequence[float]) -> float | None:
     return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else None
 
 
-# ------------------------------------------------------------------------------------------------- doubts
-
-
 @dataclass(frozen=True)
 class CpuTime:
     """CPU time since the machine started, in seconds summed over its cores."""

@@ -109,9 +109,6 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> doc.Table:
     return doc.Table(doc.columns("is it the same model?", *heads), rows, on=doc.On.PAGE | doc.On.TERMINAL)
 
 
-# ------------------------------------------------------------------------------------------------- a terminal
-
-
 def _terminal_section(comparison: Comparison, baseline: str, name: str, candidate: CandidateResult) -> doc.Section:
     positions, size = candidate.overall.positions, "weights of unknown size"
     if candidate.model.nbytes is not None:
@@ -185,9 +182,6 @@ def _terminal_verdicts(comparison: Comparison, names: Sequence[str]) -> doc.Sect
         lines += [f"  {line}" for line in reversed(words.unmet_lines(candidate)[1:])]
         lines.append(f"{name}: {words.verdict_line(candidate)}")
     return doc.section("", doc.Bullets(lines), on=doc.On.TERMINAL)
-
-
-# ------------------------------------------------------------------------------------------------- the numbers
 
 
 def detail_sections(comparison: Comparison) -> list[doc.Section]:
@@ -394,9 +388,6 @@ def _task_cells(task: TaskDifference) -> list[doc.Cell]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------- examples
-
-
 def _generation(comparison: Comparison, names: Sequence[str]) -> doc.Section:
     found = _measured(comparison, names, lambda candidate: candidate.generation)
     if not found:
@@ -517,9 +508,6 @@ def _card_cells(worst: WorstToken) -> list[doc.Cell]:
         for tokens in (worst.baseline, worst.candidate)
     ]
     return [number(worst.kl, 3), _last(visible(worst.context), _CARD_CONTEXT), _token(worst.token), *choices]
-
-
-# ------------------------------------------------------------------------------------------------- what was run
 
 
 def _run(comparison: Comparison) -> doc.Section:

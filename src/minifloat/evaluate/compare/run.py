@@ -289,9 +289,6 @@ def _machine() -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------- models
-
-
 @contextlib.contextmanager
 def opened(
     baseline: ModelLike, candidates: Sequence[ModelLike], options: CompareOptions
@@ -420,9 +417,6 @@ def _plain_cache(checkpoint: Checkpoint, options: CompareOptions) -> Literal["fl
     return "float32" if dtype == torch.float32 else "bfloat16"
 
 
-# ------------------------------------------------------------------------------------------------- one after the other
-
-
 @dataclass
 class _OneAtATime:
     """A comparison of models that do not fit into memory together: the baseline's logits are written down first."""
@@ -504,9 +498,6 @@ class _OneAtATime:
         if number:
             return in_transformers.candidate_in_transformers(name, checkpoint, options, self.notes)[0]
         return in_transformers.baseline_in_transformers(name, checkpoint, options)
-
-
-# ------------------------------------------------------------------------------------------------- more measurements
 
 
 @dataclass

@@ -195,9 +195,6 @@ class ModelsPass(ScoringPass):
         return [concatenate(of_candidate) for of_candidate in parts]
 
 
-# ------------------------------------------------------------------------------------------------- worst tokens
-
-
 @dataclass(frozen=True)
 class ScoredPosition:
     """A token of the corpus, and the tokens that both models expected there."""
@@ -273,9 +270,6 @@ def to_worst_token(position: ScoredPosition, corpus: Corpus, tokenizer: TextToke
         baseline=likely_tokens(position.baseline),
         candidate=likely_tokens(position.candidate),
     )
-
-
-# ------------------------------------------------------------------------------------------------- scores on disk
 
 
 class MeasurementLog:

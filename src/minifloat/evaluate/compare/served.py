@@ -191,9 +191,6 @@ def _difference(expected: Sequence[int], found: Sequence[int]) -> str:
     return f"from token {first} on {list(found[first : first + 4])} instead of {list(expected[first : first + 4])}"
 
 
-# ------------------------------------------------------------------------------------------------- the server
-
-
 @dataclass(frozen=True)
 class KnownProbabilities:
     """The tokens after one position whose probabilities the server gives."""

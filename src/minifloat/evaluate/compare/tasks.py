@@ -190,9 +190,6 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-# ------------------------------------------------------------------------------------------------- differences
-
-
 @dataclass(frozen=True)
 class _Metric:
     """The results of the items of a task under both models, and the function that makes a score of them."""

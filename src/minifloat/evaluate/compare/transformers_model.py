@@ -254,9 +254,6 @@ def _plain_cache(model: PreTrainedModel) -> CacheFactory | None:
     return lambda: DynamicCache(config=config)
 
 
-# ------------------------------------------------------------------------------------------------- generation
-
-
 @torch.inference_mode()
 def generate_greedy(
     model: PreTrainedModel,
@@ -331,9 +328,6 @@ def _cut(row: list[int], stop: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens up to and including the first end token."""
     end = next((index for index, token in enumerate(row) if token in stop), len(row))
     return tuple(row[: end + 1])
-
-
-# ------------------------------------------------------------------------------------------------- an FP8 KV cache
 
 
 def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:

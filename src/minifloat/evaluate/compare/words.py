@@ -30,9 +30,6 @@ _ROUND = 10
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
 
 
-# ------------------------------------------------------------------------------------------------- numbers
-
-
 def shown(estimate: Estimate, *, as_percent: bool = False, signed: bool = False, digits: int = 2) -> Pair:
     ends = (estimate.value, estimate.low, estimate.high)
     return interval(*ends, as_percent=as_percent, signed=signed, digits=digits)
@@ -59,9 +56,6 @@ def task_difference(task: TaskDifference) -> Pair:
     """Return candidate - baseline with its interval; in percentage points where items are right or wrong."""
     value, ends = shown(task.difference, as_percent=task.mcnemar_p is not None, signed=True)
     return Pair(value.replace("%", " pp"), ends)
-
-
-# ------------------------------------------------------------------------------------------------- verdicts
 
 
 def tolerance_text(tolerance: Tolerance, *, behavior: bool = False) -> str:
@@ -231,9 +225,6 @@ def partial_text(comparison: Comparison) -> str:
         f"PARTIAL: the run was interrupted after {comparison.tokens_done:,} of {comparison.tokens_total:,} tokens "
         f"({share:.0%}); everything here is of those."
     )
-
-
-# ------------------------------------------------------------------------------------------------- the rest
 
 
 def model_names(comparison: Comparison) -> list[str]:

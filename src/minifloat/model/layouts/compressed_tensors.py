@@ -138,9 +138,6 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
-# ---------------------------------------------------------------------------------------------------- writing
-
-
 @dataclass(frozen=True)
 class CompressedTensorsWriter(WriteLayout):
     """Writer of every scheme of floats."""
@@ -252,9 +249,6 @@ def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool)
     if args["strategy"] == "block":
         args["block_structure"] = [granularity.rows, granularity.cols]
     return args
-
-
-# ---------------------------------------------------------------------------------------------------- reading
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:

@@ -39,8 +39,6 @@ _EXCLUSIONS = ("exclude_modules", "ignore")
 _AUXILIARY = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
-# ---------------------------------------------------------------------------------------------------- writing
-
 #: Formats of weights and inputs by `quant_algo`. ModelOpt calls 128x128 blocks weight-only ("WO"), but vLLM quantizes
 #: their inputs.
 ALGORITHMS: dict[str, tuple[WeightSpec, ActivationSpec | None]] = {
@@ -228,9 +226,6 @@ def _refuse_substrings(kept: Sequence[str], modules: Iterable[str]) -> None:
                     f"{module} is quantized and {entry} is not: in layout {NAME!r} vLLM would find the name of the "
                     "one in that of the other and leave out both; use compressed-tensors"
                 )
-
-
-# ---------------------------------------------------------------------------------------------------- reading
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:

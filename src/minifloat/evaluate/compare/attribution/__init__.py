@@ -109,9 +109,6 @@ def _extra_bytes(
     return extra
 
 
-# ------------------------------------------------------------------------------------------------- suggestion
-
-
 @dataclass(frozen=True)
 class ModuleGroup:
     differences: tuple[Difference, ...]
