@@ -28,11 +28,7 @@ class Rule(ABC):
 
     @abstractmethod
     def amax(self, module: ModuleStats) -> float:
-        """Return the magnitude that the largest value of E4M3 will represent; 0 if all elements were zero.
-
-        Raises:
-            UsageError: The rule needs a histogram, and the statistics have none.
-        """
+        """Return the magnitude that the largest value of E4M3 will represent; 0 if all elements were zero."""
 
     def __str__(self) -> str:
         """Return the rule as text that `parse_rule` reads."""

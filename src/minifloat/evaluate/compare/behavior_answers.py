@@ -49,11 +49,7 @@ def behavior(prompts: Prompts, baseline: Answers, candidate: Answers, notes: lis
 
 
 def answers_of(model: Model, prompts: Prompts, progress: Progress | None) -> Answers:
-    """Let a model answer, or return what it has answered before.
-
-    Raises:
-        UsageError: As `engine_answers`.
-    """
+    """Let a model answer, or return what it has answered before."""
     if isinstance(model, RecordedModel) and model.answers is not None:
         return model.answers
     assert isinstance(model, EngineModel), "transformers' code answers no prompts of behavior"
@@ -61,12 +57,7 @@ def answers_of(model: Model, prompts: Prompts, progress: Progress | None) -> Ans
 
 
 def engine_answers(engine: Engine, name: str, prompts: Prompts, progress: Progress | None) -> Answers:
-    """Answer prompts as `serve` does: template, engine, parser, and the body of the answer.
-
-    Raises:
-        UsageError: If there is no chat template, it refuses a prompt, or one does not fit the context.
-        NonFiniteError: If logits are NaN or Inf.
-    """
+    """Answer prompts as `serve` does: template, engine, parser, and the body of the answer."""
     dialogs = Dialogs(engine.tokenizer)
     if not dialogs.has_template:
         raise UsageError(f"{name}: --behavior needs a chat template, and this model has none: leave the option out")
@@ -106,12 +97,7 @@ def _written(dialog: Dialog, delivery: Delivery) -> dict[str, Any]:
 
 
 def served_answers(connection: Connection, model: str, prompts: Prompts, progress: Progress | None) -> Answers:
-    """Let a server answer prompts by ``/v1/chat/completions``.
-
-    Raises:
-        ServerError: If the server cannot be reached or refuses a prompt; the message names it.
-        DataError: If an answer cannot be read.
-    """
+    """Let a server answer prompts by ``/v1/chat/completions``."""
 
     def answer(place: int) -> Any:
         body = {**requests[place], "model": model}

@@ -88,11 +88,7 @@ class Prompt:
     expected: tuple[tuple[str, str | None], ...] | None
 
     def marked(self, body: Any) -> Answer:
-        """Return the answer in a body of ``/v1/chat/completions``.
-
-        Raises:
-            DataError: If it is no such body.
-        """
+        """Return the answer in a body of ``/v1/chat/completions``."""
         try:
             (choice,) = body["choices"]
             message, usage = choice["message"], body.get("usage") or {}
@@ -166,11 +162,7 @@ class Prompts:
 
     @classmethod
     def read(cls, source: str, new_tokens: int) -> Prompts:
-        """Read a file, or the prompts that come with minifloat.
-
-        Raises:
-            DataError: If the file cannot be read, is too large, or a line is wrong; the message names the line.
-        """
+        """Read a file, or the prompts that come with minifloat."""
         data = _bytes_of(source)
         lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
         if not lines:

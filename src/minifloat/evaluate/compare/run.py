@@ -140,12 +140,7 @@ def compare_models(
 
 
 def read_prompts(options: ScoringOptions) -> Prompts | None:
-    """Read the prompts of `behavior`; None if it is not asked for.
-
-    Raises:
-        DataError: If they cannot be read, or one is wrong.
-        UsageError: If packages of the extra `serve` are missing.
-    """
+    """Read the prompts of `behavior`; None if it is not asked for."""
     if options.behavior is None:
         return None
     try:

@@ -62,9 +62,6 @@ def read_pooling(checkpoint: Checkpoint, token_id: Callable[[str], int | None]) 
     Args:
         checkpoint: The checkpoint.
         token_id: Returns the id of a token by its text.
-
-    Raises:
-        ConfigError: If it pools in a way that is not supported, or its files are wrong.
     """
     config, folder = checkpoint.config, checkpoint.path
     modules = _modules(folder)

@@ -241,9 +241,6 @@ def apply_chat_template(
         continue_final_message: Whether it ends with the content of the last message.
         max_characters: Of the text.
         variables: Of the template: `tools`, `documents` and others.
-
-    Raises:
-        ChatTemplateError: If the template is not valid, or refuses the conversation.
     """
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
@@ -297,9 +294,6 @@ def chat_prompt(
         messages: As for `apply_chat_template`.
         chat_template: As for `apply_chat_template`.
         arguments: The others of `apply_chat_template`.
-
-    Raises:
-        ChatTemplateError: As `apply_chat_template`, or if the text cannot be tokenized.
     """
     to_id: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     template = template_of(tokenizer, chat_template, arguments.get("tools"))
@@ -331,11 +325,7 @@ def chat_prompt(
 
 
 def template_of(tokenizer: TextTokenizer, stated: str | None = None, tools: Any = None) -> str:
-    """Return the Jinja source, of several the one for tools, or the default one.
-
-    Raises:
-        ChatTemplateError: If there is none.
-    """
+    """Return the Jinja source, of several the one for tools, or the default one."""
     template = stated or tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use" if tools is not None and "tool_use" in template else "default")

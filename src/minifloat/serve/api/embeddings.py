@@ -72,11 +72,7 @@ class Embeddings(BaseModel):
 
 
 def check_dimensions(asked: int | None, pooling: Pooling, size: int) -> None:
-    """Refuse a length to which vectors may not be cut.
-
-    Raises:
-        UsageError: If the model's config does not allow it.
-    """
+    """Refuse a length to which vectors may not be cut."""
     if asked is None or asked in (size, *(pooling.dimensions or ())):
         return
     if pooling.any_dimensions and asked < size:

@@ -68,11 +68,7 @@ def joined(content: str | Sequence[_Part]) -> str:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call, from their JSON text.
-
-    Raises:
-        ValueError: If it is not the text of an object, or too large.
-    """
+    """Return the arguments of a call, from their JSON text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -94,11 +90,7 @@ def written_arguments(part: AnswerPart, partial: bool | Literal["trailing-string
 
 
 def check_tools(tools: Collection[Tool], choice: ToolChoice) -> None:
-    """Refuse tools of one name, too many or too large together, and a choice of tools that there are not.
-
-    Raises:
-        UsageError: If there are such.
-    """
+    """Refuse tools of one name, too many or too large together, and a choice of tools that there are not."""
     names = {tool.name for tool in tools}
     if len(tools) > MAX_TOOLS:
         raise UsageError(f"tools: expected at most {MAX_TOOLS}, got {len(tools)}")

@@ -141,11 +141,7 @@ class Turn(Strict):
         return self
 
     def add_to(self, history: History) -> None:
-        """Add what the message says.
-
-        Raises:
-            UnknownCall: If it has a result to no call.
-        """
+        """Add what the message says."""
         say = {"user": history.user, "assistant": history.say, "system": history.system}[self.role]
         for block in [self.content] if isinstance(self.content, str) else self.content:
             match block:
@@ -248,11 +244,7 @@ class CountTokensRequest(Strict):
     speed: Ignored = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation.
-
-        Raises:
-            UsageError: If a tool or a result does not fit the others.
-        """
+        """Return the conversation."""
         history = History()
         for block in [self.system] if isinstance(self.system, str) else [block.text for block in self.system]:
             if not block.startswith(_BILLING):

@@ -34,11 +34,7 @@ async def respond_to(
     caller: HTTPRequest,
     stream: bool,
 ) -> Response:
-    """Return the response to a conversation.
-
-    Raises:
-        MinifloatError: If the request is refused; the message of a `UsageError` begins with the field's name.
-    """
+    """Return the response to a conversation."""
     dialog = await service.prompts.encode_chat(conversation)
     sampling = replace(sampling, **await service.prompts.run_in_thread(dialog.sampling))
     parser = dialog.parser if dialog.is_parsed else PlainText
@@ -57,11 +53,7 @@ async def respond(
     stream: bool,
     parser: Callable[[], Parser] = PlainText,
 ) -> Response:
-    """Return the response to prompts: `sampling.n` answers to each, read by a parser of its own each.
-
-    Raises:
-        MinifloatError: As `respond_to`.
-    """
+    """Return the response to prompts: `sampling.n` answers to each, read by a parser of its own each."""
     generation = await service.submit(writer.name, prompts, sampling, caller)
     writer.prompts = prompts
     parsers = [parser() for _ in range(len(prompts) * sampling.n)]

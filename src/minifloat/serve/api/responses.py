@@ -465,22 +465,14 @@ class ResponsesRequest(Strict):
         return data
 
     def offered(self) -> list[OfferedTool]:
-        """Return the tools that the model may call.
-
-        Raises:
-            UsageError: If there are only tools of OpenAI's servers.
-        """
+        """Return the tools that the model may call."""
         tools = [offered for tool in self.tools or () for offered in tool.offered()]
         if self.tools and not tools:
             raise UsageError(f"tools: {self.tools[0].type} is not supported: {_OWN_TOOLS}")
         return tools
 
     def conversation_with(self, offered: Sequence[OfferedTool]) -> Conversation:
-        """Return the conversation, with tools from `offered`.
-
-        Raises:
-            UsageError: If the tools, their choice or a result do not fit the rest.
-        """
+        """Return the conversation, with tools from `offered`."""
         tools, choice = tuple(each.tool for each in offered), self._choice()
         check_tools(tools, choice)
         return Conversation(

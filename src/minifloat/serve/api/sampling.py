@@ -59,11 +59,7 @@ class Sampling:
     priority: int = 0
 
     def bounded(self, prompts: int) -> Sampling:
-        """Return the form in which the answers to some prompts have at most `MAX_LOGPROBS` log-probabilities.
-
-        Raises:
-            UsageError: If more tokens than that leaves room for were asked for.
-        """
+        """Return the form in which the answers to some prompts have at most `MAX_LOGPROBS` log-probabilities."""
         if self.logprobs is None:
             return self
         most = MAX_LOGPROBS // (prompts * self.n * (1 + self.logprobs))
@@ -82,9 +78,6 @@ class Sampling:
         Args:
             defaults: Those of the model, by the names of `SamplingParams`.
             encode: Returns the tokens of a text, without special tokens.
-
-        Raises:
-            UsageError: If a value is out of range.
         """
         values = dict(defaults)
         values |= {name: value for name in MODEL_DEFAULTS if (value := getattr(self, name)) is not None}

@@ -73,11 +73,7 @@ def naming(field: str) -> Iterator[None]:
 async def encode_all(
     count: int, encode: Callable[[int], Awaitable[tuple[int, ...]]], field: str
 ) -> list[tuple[int, ...]]:
-    """Return the tokens of texts, which `encode` returns by their index.
-
-    Raises:
-        UsageError: If they have too many tokens together; the message begins with `field`.
-    """
+    """Return the tokens of texts, which `encode` returns by their index."""
     prompts, total = [], 0
     with naming(field):
         for index in range(count):
@@ -91,11 +87,7 @@ async def encode_all(
 async def answer_with_vectors(
     prompts: Sequence[tuple[int, ...]], caller: Caller, field: str, write: Callable[[list[Vector]], Response]
 ) -> Response:
-    """Return what `write` makes, in a thread, of the vectors or scores of prompts.
-
-    Raises:
-        MinifloatError: If the request is refused; the message of a `UsageError` begins with `field`.
-    """
+    """Return what `write` makes, in a thread, of the vectors or scores of prompts."""
     seconds = caller.service.settings.request_timeout
     try:
         async with asyncio.timeout(seconds):

@@ -419,9 +419,6 @@ def find_format(template: str, added: Mapping[str, int], name: str | None = None
         added: The tokenizer's added tokens, special or not: text -> token.
         name: Of `NAMES`: the format; None: the first one whose texts the template has, or the template and the added
             tokens together.
-
-    Raises:
-        UsageError: If no format has this name.
     """
     if name is not None and name not in NAMES:
         raise UsageError(f"--tool-format {name}: expected one of {', '.join(NAMES)}")

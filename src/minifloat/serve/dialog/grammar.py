@@ -41,9 +41,6 @@ def call_grammar(format: DialogFormat, conversation: Conversation, prompt_end: s
         format: How the model writes calls and thinking.
         conversation: What is answered.
         prompt_end: The end of the rendered prompt, which may open the thinking.
-
-    Raises:
-        UsageError: If the schema of a tool cannot be used; the message names the tool.
     """
     tools, own = conversation.callable_tools, conversation.grammar
     required = bool(tools) and conversation.choice.mode == "required"
@@ -347,11 +344,7 @@ def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _checked(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments.
-
-    Raises:
-        UsageError: If it is not of an object, or no grammar can be made of it.
-    """
+    """Return the schema of a tool's arguments."""
     if schema.get("type", "object") != "object":
         raise UsageError(f'tools: {tool.name}: parameters: expected "type": "object", got {schema["type"]!r}')
     schema = {**schema, "type": "object"}

@@ -50,11 +50,7 @@ class History:
         self._names[id] = name
 
     def result(self, id: str, text: str) -> None:
-        """Add the result of a call.
-
-        Raises:
-            UnknownCall: If no call has this id.
-        """
+        """Add the result of a call."""
         if id not in self._names:
             raise UnknownCall("no call before it has its id")
         result = {"role": "tool", "tool_call_id": id, "name": self._names[id], "content": [text, *self._released()]}

@@ -52,11 +52,7 @@ class TemplateTraits:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, template: str) -> TemplateTraits:
-        """Return what is found by rendering examples.
-
-        Raises:
-            ChatTemplateError: If the template is not valid.
-        """
+        """Return what is found by rendering examples."""
 
         def render(messages: Sequence[_Message], **variables: Any) -> str:
             try:
@@ -184,21 +180,12 @@ class Dialogs:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the template for tools does.
-
-        Raises:
-            ChatTemplateError: If the template is not valid.
-        """
+        """What the template for tools does."""
         return TemplateTraits.of(self._tokenizer, self._tool_template)
 
     @cached_property
     def format(self) -> DialogFormat:
-        """How the model writes calls and thinking; the generic form if the template has no tools.
-
-        Raises:
-            ChatTemplateError: If the template is not valid.
-            UsageError: If another form is wanted than the one that the model is told.
-        """
+        """How the model writes calls and thinking; the generic form if the template has no tools."""
         added = {token.content: number for number, token in self._tokenizer.added_tokens_decoder.items()}
         name = None if self._tool_format in ("auto", "none") else self._tool_format
         if self.traits.tools == "nowhere":
@@ -247,9 +234,6 @@ class Dialogs:
         Args:
             conversation: What is answered.
             max_characters: Of the prompt.
-
-        Raises:
-            UsageError: If there is no chat template, or it refuses the conversation.
         """
         if not self.has_template:
             raise UsageError(

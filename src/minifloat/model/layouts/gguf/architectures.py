@@ -127,9 +127,6 @@ def write_hyperparameters(writer: gguf.GGUFWriter, row: Architecture, config: Co
         writer: Of the file.
         row: The architecture.
         config: The text model's config with all defaults of transformers.
-
-    Raises:
-        UsageError: llama.cpp does not run what the config states.
     """
     _refuse(row, config)
     writer.add_block_count(config["num_hidden_layers"])

@@ -31,11 +31,7 @@ EMBEDDING = "token_embd.weight"
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of a file, or of the first of several, and all tensors, each by name; weights are not read.
-
-    Raises:
-        CheckpointError: It is no GGUF file, is cut off, or is a part of several that is not the first, or lacks others.
-    """
+    """Return the fields of a file, or of the first of several, and all tensors, each by name; weights are not read."""
     fields, tensors = _read_part(path)
     count = number_in(fields, "split.count", 1)
     if count == 1:
@@ -91,10 +87,6 @@ class GgufCheckpoint(Checkpoint):
     Args:
         file: The GGUF file.
         model: The folder of the model that the file was made from, or of another one of the same shapes.
-
-    Raises:
-        UsageError: The model's architecture is not one of the table, or not that of the file.
-        CheckpointError: The file lacks a tensor of the model, or has another shape of it.
     """
 
     def __init__(self, file: Path, model: Checkpoint) -> None:

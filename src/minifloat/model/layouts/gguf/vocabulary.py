@@ -44,10 +44,6 @@ def write_vocabulary(
         row: The architecture.
         config: The text model's config with all defaults of transformers.
         pre_tokenizer: llama.cpp's name for the way a tokenizer of GPT-2's kind splits words; None: found.
-
-    Raises:
-        CheckpointError: The folder has no tokenizer, or one that transformers cannot load.
-        UsageError: llama.cpp has no such tokenizer.
     """
     tokenizer = load_tokenizer(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
