@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import pytest
 from comparing import compare_models
+from converting import dequantize, edited
+from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, ConversionError, DestinationError, MinifloatError, ShapeError, UsageError
@@ -19,7 +21,8 @@ from minifloat.model.layouts.decoded import plain_view
 from minifloat.model.layouts.gguf.blocks import MXFP4, NVFP4
 from minifloat.model.layouts.gguf.reading import GgufCheckpoint
 from minifloat.model.layouts.inspection import inspect_checkpoint
-from minifloat.model.layouts.reading import read_codes, read_rows, read_scales, widen
+from minifloat.model.layouts.reading import read_codes, read_rows, read_scales, value_table, widen
+from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.quantize.convert import ConvertOptions, GgufOptions, convert_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import QuantizeOptions
@@ -338,3 +341,47 @@ def test_what_llama_cpp_s_unigram_does_not_do_is_refused(make_llama: MakeModel, 
         _unigram(source, **options)
         with pytest.raises(UsageError, match=f"have no {missing}"):
             convert_checkpoint(source, tmp_path / "m.gguf", "gguf")
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+def test_experts_that_are_not_all_quantized_lie_in_a_type_that_holds_them_exactly(
+    make_model: MakeModel, tmp_path: Path, scheme: str
+) -> None:
+    source = make_model(tmp_path / "plain", "qwen3_moe", **_MODELS["qwen3_moe"][0])
+    quantize_checkpoint(source, tmp_path / "four", scheme)
+    dequantize(tmp_path / "four", tmp_path / "decoded", "bfloat16")
+    kept = [f"model.layers.0.mlp.experts.2.{linear}_proj" for linear in ("gate", "up", "down")]
+    decoded = load_file(tmp_path / "decoded" / "model.safetensors")
+
+    def with_plain_expert(tensors: dict[str, Any]) -> dict[str, Any]:
+        others = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in kept}
+        return others | {f"{name}.weight": decoded[f"{name}.weight"] for name in kept}
+
+    mixed = edited(
+        tmp_path / "four",
+        tmp_path / "mixed",
+        tensors=with_plain_expert,
+        config=lambda quantization: quantization["ignore"].extend(kept),
+    )
+    report = convert_checkpoint(mixed, tmp_path / "m.gguf", "gguf")
+    assert any("3 tensors of experts are stored in 16 bits" in note for note in report.notes)
+    assert not any("SQNR" in tensor.detail for tensor in report.tensors)
+    with Checkpoint.open(tmp_path / "decoded") as expected:
+        read = GgufCheckpoint(tmp_path / "m.gguf", expected)
+        for name in read.tensors:
+            if ".experts." in name:
+                assert np.array_equal(read.read(name).view(np.float32), widen(expected.read(name), "BF16")), name
+    found, _ = _file(tmp_path / "m.gguf")
+    types = {name: tensor.tensor_type.name for name, tensor in found.items() if name.endswith("_exps.weight")}
+    assert types == {name: "BF16" if name.startswith("blk.0.") else scheme.upper() for name in types}
+    assert ("blk.0.ffn_up_exps.scale" in found, "blk.1.ffn_up_exps.scale" in found) == (False, scheme == "nvfp4")
+
+
+def test_every_scale_of_nvfp4_has_its_value_in_ggml() -> None:
+    scales = np.arange(E4M3.max_code + 1, dtype=np.uint8)  # subnormal ones among them
+    scales = np.resize(scales, -(-len(scales) // NVFP4.groups) * NVFP4.groups)[None]
+    codes = np.resize(np.arange(256, dtype=np.uint8), scales.size * NVFP4.group // 2)[None]
+    values = gguf.quants.dequantize(NVFP4.pack(codes, scales), gguf.GGMLQuantizationType.NVFP4)
+    elements = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(1, -1)
+    expected = value_table(E2M1)[elements] * np.repeat(value_table(E4M3)[scales], NVFP4.group, axis=1)
+    assert np.array_equal(values, expected)

@@ -136,6 +136,7 @@ class _Planner:
         self.places = Places(row, config)
         self.dropped: dict[str, str] = {}
         self.rounded = 0
+        self.unlike: list[str] = []
 
     def tensors(self) -> Iterator[FileTensor]:
         by_name: dict[str, list[Piece]] = {}
@@ -156,6 +157,11 @@ class _Planner:
     def notes(self) -> Iterator[str]:
         if self.rounded:
             yield f"{self.rounded} global scales were rounded to float32."
+        if self.unlike:
+            yield (
+                f"{len(self.unlike)} tensors of experts are stored in 16 bits or more, because one type holds all of a "
+                f"layer, and some are not quantized alike: {self.unlike[0]}."
+            )
         towers = sum(reason == "vision" for reason in self.dropped.values())
         if towers:
             yield f"{towers} tensors of the part that sees images are left out: the file holds the text model."
@@ -196,10 +202,12 @@ class _Planner:
         first = pieces[0]
         if any(piece.shape != first.shape for piece in pieces):
             raise ConversionError(f"{name}: its experts have different shapes, and one tensor holds them all")
-        kinds = {_kind(piece.source) for piece in pieces}
-        if len(kinds) > 1:
-            raise ConversionError(f"{name}: one tensor holds {' and '.join(sorted(kinds))}; quantize all experts alike")
+        kinds = sorted({_kind(piece.source) for piece in pieces})
         source, cols = first.source, first.shape[-1]
+        if len(kinds) > 1:
+            kind = "F32" if {"F16", "F32"} & set(kinds) else "BF16"
+            self.unlike.append(f"{name} ({', '.join(kinds)}) in {kind}")
+            return FileTensor(name, kind, pieces, detail=f"from {' and '.join(kinds)}")
         if isinstance(source, StoredWeight):
             blocks = blocks_of(source.spec)
             if blocks is not None:
@@ -210,7 +218,7 @@ class _Planner:
                         "module in 16 bits (--exclude) or quantize it to another format",
                     )
                 return FileTensor(name, blocks.name, pieces, detail="codes and scales", blocks=blocks)
-            return FileTensor(name, _in_blocks(self.options.fp8, cols), pieces, detail=f"from {kinds.pop()}")
+            return FileTensor(name, _in_blocks(self.options.fp8, cols), pieces, detail=f"from {kinds[0]}")
         if source.dtype not in _PLAIN:
             raise ConversionError(f"{source.name}: {source.dtype} has no type in a GGUF file")
         kind = _PLAIN[source.dtype]
