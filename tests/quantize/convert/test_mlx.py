@@ -99,6 +99,18 @@ def test_the_tensor_scale_of_nvfp4_goes_into_the_block_scales(make_llama: MakeMo
     assert any("block scales are rounded" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
+def test_a_weight_that_would_be_lost_without_its_tensor_scale_is_refused(
+    make_llama: MakeModel, tmp_path: Path, factor: float
+) -> None:
+    small = f"{LAYER}.down_proj.weight"
+    source = edited(make_llama(tmp_path / "s"), tmp_path / "e", tensors=lambda t: t | {small: t[small] * factor})
+    quantize_checkpoint(source, tmp_path / "q", "nvfp4")
+    with pytest.raises(ConversionError, match=r"layers\.0\.mlp\.down_proj\.weight_scale.*outside of E4M3.*mxfp4"):
+        convert_checkpoint(tmp_path / "q", tmp_path / "m", "mlx", ConvertOptions(allow_rounding=True))
+    assert not (tmp_path / "m").exists()
+
+
 def test_a_tensor_scale_that_all_block_scales_can_take_is_exact(make_llama: MakeModel, tmp_path: Path) -> None:
     quantize_checkpoint(make_llama(tmp_path / "s"), tmp_path / "q", "nvfp4")
 

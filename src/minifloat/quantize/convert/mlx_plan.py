@@ -34,6 +34,9 @@ from minifloat.quantize.convert.plan import (
     with_copies,
 )
 
+#: Relative change of the largest scale of a weight from which on the weight is lost.
+_MOST_CHANGE = 0.5
+
 
 class FoldTable(NamedTuple):
     """For each code of a block scale, the code nearest to its product with a tensor scale, and the relative change."""
@@ -154,7 +157,7 @@ class _MlxConversions:
             raise ConversionError(
                 f"{self._first}: mlx has no tensor scale in nvfp4, and {self.rounded} of {self._scales} block scales "
                 f"times that of their tensor are no {E4M3.name}; --allow-rounding rounds them (a relative change of at "
-                f"most {self.largest:.1e})"
+                f"most {self.largest:.1e}), and --scheme mxfp4 for the original has none of them"
             )
 
     def notes(self) -> tuple[str, ...]:
@@ -206,6 +209,11 @@ class _MlxConversions:
         scales = read_scales(self.checkpoint, weight, 0, weight.shape[0])
         self._scales += scales.size
         counts = np.bincount(scales.reshape(-1), minlength=len(table.change))
+        if table.change[scales.max(initial=0)] > _MOST_CHANGE:
+            raise ConversionError(
+                f"{weight.scale}: mlx has no tensor scale in nvfp4, and without it the largest scale of this weight is "
+                f"outside of {E4M3.name}; quantize the original with --scheme mxfp4"
+            )
         lost = int(counts[table.change > 0].sum())
         if lost:
             self._first = self._first or weight.scale
