@@ -11,6 +11,7 @@ from torch import Tensor
 from minifloat import check_checkpoint, convert_checkpoint, quantize_checkpoint
 from minifloat.checkpoint import Checkpoint
 from minifloat.model.layouts import describe
+from minifloat.model.layouts.stored import scale_rule_of
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import BLOCK_128
 from minifloat.numerics.scale_rules import expand
@@ -18,6 +19,7 @@ from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
 from minifloat.numerics.tensor import quantize_tensor
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
+INTEROP = Path(__file__).parents[1] / "data" / "interop"
 
 
 def requantized(weight: Tensor) -> Tensor:
@@ -54,3 +56,11 @@ def test_the_files_say_so_and_check_believes_them(tmp_path: Path) -> None:
             assert torch.equal(values, torch.exp2(values.log2().round()))
         rules = {finding.rule for finding in check_checkpoint(folder, "vllm:b200").findings}
         assert "vllm-blocks-rounded-again" not in rules
+
+
+def test_what_a_config_of_deepseek_says_is_in_the_files_of_a_conversion(tmp_path: Path) -> None:
+    convert_checkpoint(INTEROP / "deepseek-block32-ue8m0", tmp_path / "out", layout="compressed-tensors")
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        assert scale_rule_of(checkpoint) == ScaleRule.RCEIL.value
+        assert checkpoint.quantization_config is not None
+        assert "scale_fmt" not in checkpoint.quantization_config

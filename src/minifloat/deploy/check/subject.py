@@ -18,11 +18,11 @@ from minifloat.model.layouts import compressed_tensors, describe, gguf, gpt_oss
 from minifloat.model.layouts.decoded import quantized_model_config
 from minifloat.model.layouts.gguf.blocks import BLOCKS
 from minifloat.model.layouts.inspection import Inspection
-from minifloat.model.layouts.stored import by_name_or_pattern, kv_scale_of
+from minifloat.model.layouts.stored import by_name_or_pattern, kv_scale_of, scale_rule_of
 from minifloat.model.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
-from minifloat.numerics.scheme import SCALE_RULE, ActivationSpec, KVSpec, ScaleRule, WeightSpec
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, ScaleRule, WeightSpec
 
 _HEAD = "lm_head"
 #: The class of linears, as a target of a config group.
@@ -151,7 +151,7 @@ class Subject:
             return cls(layout=gpt_oss.NAME, weights=(), misnamed=True, **facts)
         description = describe(checkpoint)
         stored = description.weights.values()
-        rule = ScaleRule.RCEIL if _has_powers_of_two(checkpoint) else ScaleRule.AMAX
+        rule = ScaleRule.RCEIL if scale_rule_of(checkpoint) == ScaleRule.RCEIL.value else ScaleRule.AMAX
         quantized = (Weight(w.module, w.shape, replace(w.spec, rule=rule), w.activation) for w in stored)
         used = {name for weight in stored for name in weight.tensors} | description.auxiliary
         plain = _unquantized_linears(checkpoint, {name.removesuffix(".weight") for name in used})
@@ -223,12 +223,6 @@ def _weights_of(part: Part) -> tuple[Weight, ...]:
     return tuple(
         Weight(f"{part.module}.{expert}", shape, scheme.weight, scheme.activation) for expert in range(part.matrices)
     )
-
-
-def _has_powers_of_two(checkpoint: Checkpoint) -> bool:
-    """Return whether the files, or the config as that of DeepSeek V3.1, say that scales are powers of two."""
-    named = {metadata.get(SCALE_RULE) for metadata in checkpoint.metadata.values()}
-    return named == {ScaleRule.RCEIL.value} or (checkpoint.quantization_config or {}).get("scale_fmt") == "ue8m0"
 
 
 def _names_head(config: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import CHANNEL, GROUP_16, GROUP_32, TENSOR, Granularity
-from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
+from minifloat.numerics.scheme import SCALE_RULE, ActivationSpec, KVSpec, ScaleRule, WeightSpec
 
 #: Format of stored scales by their safetensors dtype. 16-bit scales are converted to float32, which is exact.
 SCALE_FORMATS: dict[str, ElementFormat] = {
@@ -75,6 +75,14 @@ class Description:
     def quantizes_inputs(self) -> bool:
         """Whether the checkpoint declares quantized inputs for any weight."""
         return any(weight.activation is not None for weight in self.weights.values())
+
+
+def scale_rule_of(checkpoint: Checkpoint) -> str | None:
+    """Return the rule of the scales that the config, as that of DeepSeek V3.1, or all files name; None if none do."""
+    if (checkpoint.quantization_config or {}).get("scale_fmt") == "ue8m0":
+        return ScaleRule.RCEIL.value
+    named = {metadata.get(SCALE_RULE) for metadata in checkpoint.metadata.values()}
+    return named.pop() if len(named) == 1 else None
 
 
 def kv_scale_of(name: str) -> tuple[str, str] | None:

@@ -40,6 +40,7 @@ from minifloat.errors import NonFiniteError, UsageError
 from minifloat.kernels import processors
 from minifloat.model.layouts import gguf as gguf_layout
 from minifloat.model.layouts.reading import read_scales, widen
+from minifloat.model.layouts.stored import scale_rule_of
 from minifloat.numerics.scheme import SCALE_RULE
 from minifloat.quantize.convert.document import model_card
 from minifloat.quantize.convert.layout_plan import make_layout_plan, reciprocal
@@ -201,9 +202,8 @@ def _write_small_files(
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the strings in the headers of files, with the rule of the scales where all files of the source name it."""
-    rules = {metadata.get(SCALE_RULE, "") for metadata in checkpoint.metadata.values()}
-    rule = rules.pop() if len(rules) == 1 else ""
+    """Return the strings in the headers of files, with the rule of the scales where it is known."""
+    rule = scale_rule_of(checkpoint)
     return {"format": "pt", "minifloat": __version__} | ({SCALE_RULE: rule} if rule else {})
 
 
