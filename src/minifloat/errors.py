@@ -67,16 +67,7 @@ _Entry = TypeVar("_Entry")
 
 
 def lookup(kind: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
-    """Return ``table[name]``.
-
-    Args:
-        kind: Noun for the entries, for the message.
-        name: The requested key.
-        table: All entries.
-
-    Raises:
-        UnknownNameError: If `table` has no such key; the message lists the valid names.
-    """
+    """Return ``table[name]``; an unknown name is an `UnknownNameError` that lists the valid ones."""
     try:
         return table[name]
     except KeyError:

@@ -57,12 +57,7 @@ class Pooling:
 
 
 def read_pooling(checkpoint: Checkpoint, token_id: Callable[[str], int | None]) -> Pooling | None:
-    """Return how a checkpoint pools; None if it generates text.
-
-    Args:
-        checkpoint: The checkpoint.
-        token_id: Returns the id of a token by its text.
-    """
+    """Return how a checkpoint pools; None if it generates text."""
     config, folder = checkpoint.config, checkpoint.path
     modules = _modules(folder)
     pooling = _classifier(config, folder, token_id) if modules is None else _of_modules(modules, config, folder)

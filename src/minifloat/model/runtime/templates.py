@@ -287,14 +287,7 @@ def chat_prompt(
     chat_template: str | None = None,
     **arguments: Any,
 ) -> ChatPrompt:
-    """Return the prompt of a conversation; control tokens in messages and variables become tokens of plain text.
-
-    Args:
-        tokenizer: As for `apply_chat_template`.
-        messages: As for `apply_chat_template`.
-        chat_template: As for `apply_chat_template`.
-        arguments: The others of `apply_chat_template`.
-    """
+    """Return the prompt of a conversation; control tokens in messages and variables become tokens of plain text."""
     to_id: Callable[[str], Any] = tokenizer.convert_tokens_to_ids
     template = template_of(tokenizer, chat_template, arguments.get("tools"))
     added = sorted(tokenizer.added_tokens_decoder.items())

@@ -229,12 +229,7 @@ class Dialogs:
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def read(self, conversation: Conversation, max_characters: int) -> Dialog:
-        """Return a conversation with its prompt.
-
-        Args:
-            conversation: What is answered.
-            max_characters: Of the prompt.
-        """
+        """Return a conversation with its prompt."""
         if not self.has_template:
             raise UsageError(
                 "messages: this model has no chat template; use /v1/completions, or start the server with "

@@ -121,13 +121,7 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def write_hyperparameters(writer: gguf.GGUFWriter, row: Architecture, config: Config) -> None:
-    """Write what llama.cpp reads of a config.
-
-    Args:
-        writer: Of the file.
-        row: The architecture.
-        config: The text model's config with all defaults of transformers.
-    """
+    """Write what llama.cpp reads of a config."""
     _refuse(row, config)
     writer.add_block_count(config["num_hidden_layers"])
     also = dict(entry.split("=") for entry in row.also.split())
