@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from converting import interrupted, sharded
+import torch
+from converting import edited, interrupted, sharded
+from safetensors.torch import load_file
 
 from minifloat.calibration.options import TextOptions
-from minifloat.errors import DestinationError, MinifloatError, UsageError
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import ConversionError, DestinationError, MinifloatError, UsageError
+from minifloat.model.layouts import describe
 from minifloat.model.layouts.inspection import inspect_checkpoint
-from minifloat.quantize.convert import convert_checkpoint
+from minifloat.model.layouts.reading import read_rows, widen
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
+from minifloat.quantize.convert import ConvertOptions, convert_checkpoint
 from minifloat.quantize.data import DataOptions
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.options import Budget, GgufOptions, QuantizeOptions
@@ -69,7 +78,6 @@ def test_a_failed_conversion_goes_on_from_the_whole_checkpoint(source: Path, tmp
     [
         ("gguf", None, {}, "--layout gguf: give a --scheme"),
         ("mlx", "fp8", {}, "mlx has no mode for 'fp8'"),
-        ("mlx", "nvfp4", {}, "mlx has no tensor scale"),
         ("gguf", "mxfp4", {"kv_cache": True}, "--kv-cache: llama.cpp reads no scales"),
         ("mlx", "mxfp4", {"target": "vllm:h100"}, "--target: --layout mlx is for mlx alone"),
         ("gguf", "nvfp4", {"overrides": ["o_proj=mxfp4"]}, "gguf-blocks"),
@@ -128,3 +136,49 @@ def test_a_budget_of_a_gguf_file_mixes_what_the_file_holds_exactly(source: Path,
     assert 8 * sum(row.nbytes for row in weights) <= 9.0 * sum(row.elements for row in weights)
     with pytest.raises(UsageError, match="fp8: GGUF has no type for it"):
         quantize_checkpoint(source, tmp_path / "x.gguf", "fp8", options, data=text)
+    with pytest.raises(UsageError, match="nvfp4: mlx has no tensor scale"):
+        quantize_checkpoint(source, tmp_path / "x", "nvfp4", replace(options, layout="mlx"), data=text)
+
+
+def test_nvfp4_for_mlx_has_block_scales_alone_and_loses_less_than_rounded_ones(
+    make_llama: MakeModel, tmp_path: Path
+) -> None:
+    source = make_llama(tmp_path / "model", initializer_range=0.02)  # most products are subnormal in E4M3
+    quantize_checkpoint(source, tmp_path / "quantized", "nvfp4")
+    convert_checkpoint(tmp_path / "quantized", tmp_path / "rounded", "mlx", ConvertOptions(allow_rounding=True))
+    options = QuantizeOptions(layout="mlx")
+    report = quantize_checkpoint(source, tmp_path / "direct", "nvfp4", options)
+    assert not any("rounded" in note for note in report.notes)
+    again = replace(options, from_quantized=True)  # its scales have another one above them: the values are cast anew
+    quantize_checkpoint(tmp_path / "quantized", tmp_path / "again", "nvfp4", again)
+    errors = {}
+    with Checkpoint.open(source) as plain:
+        for name in ("quantized", "direct", "rounded", "again"):
+            with Checkpoint.open(tmp_path / name) as stored:
+                squares = [
+                    np.square(read_rows(stored, weight, 0, weight.shape[0]) - exact).sum()
+                    for module, weight in describe(stored).weights.items()
+                    for exact in [widen(plain.read(f"{module}.weight"), "BF16").reshape(weight.shape)]
+                ]
+                errors[name] = float(sum(squares))
+    assert errors["quantized"] < errors["direct"] < errors["rounded"]
+    assert errors["direct"] < errors["again"] < 2 * errors["rounded"]
+    found = load_file(tmp_path / "direct" / "model.safetensors")
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if f"{name.removesuffix('.weight')}.scales" in found:
+            spec = replace(SCHEMES["nvfp4"].weight, scaled_globally=False)
+            scales = quantize_tensor(tensor.float(), spec).scale
+            assert torch.equal(found[f"{name.removesuffix('.weight')}.scales"], scales)
+
+
+@pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
+def test_a_weight_that_block_scales_alone_do_not_hold_is_refused(
+    make_llama: MakeModel, tmp_path: Path, factor: float
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    source = edited(make_llama(tmp_path / "s"), tmp_path / "e", tensors=lambda t: t | {name: t[name] * factor})
+    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.down_proj.*no tensor scale \(SQNR .*--override"):
+        quantize_checkpoint(source, tmp_path / "out", "nvfp4", QuantizeOptions(layout="mlx"))
+    assert not (tmp_path / "out").exists()
+    kept = QuantizeOptions(layout="mlx", overrides=[r"layers\.1\.mlp\.down_proj=mxfp4"])
+    quantize_checkpoint(source, tmp_path / "out", "nvfp4", kept)

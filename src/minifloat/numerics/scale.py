@@ -42,6 +42,8 @@ def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None
         return float_scales(grid, spec.element, spec.rule), None
     if spec.scale is not E4M3 or spec.rule not in (ScaleRule.AMAX, ScaleRule.SEARCH):
         raise ValueError(f"no way to choose {spec.scale.name} scales by {spec.rule}")
+    if not spec.scaled_globally:
+        tensor_amax = torch.zeros((), device=w.device)
     divisor = global_divisor(amax(w, TENSOR) if tensor_amax is None else tensor_amax)
     if spec.rule is ScaleRule.SEARCH:
         return search_nvfp4_scales(w, spec.granularity, divisor), divisor

@@ -31,6 +31,8 @@ class WeightSpec:
     granularity: Granularity
     scale: ElementFormat = FLOAT32
     rule: ScaleRule = ScaleRule.AMAX
+    #: Whether the global scale is chosen for the tensor; False: it is 1, for a layout without global scales.
+    scaled_globally: bool = True
 
     @property
     def has_global_scale(self) -> bool:
@@ -40,7 +42,7 @@ class WeightSpec:
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether the amax of the whole tensor is needed before its first block can be cast."""
-        return self.has_global_scale or self.granularity == TENSOR
+        return (self.has_global_scale and self.scaled_globally) or self.granularity == TENSOR
 
     def divides(self, shape: tuple[int, int]) -> bool:
         """Return whether the groups of a scale fill the rows of a matrix of `shape` ``(N, K)``; 2-D blocks may not."""

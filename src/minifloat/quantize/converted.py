@@ -6,18 +6,24 @@ whole. What the layout cannot hold is refused before the first tensor is read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.layout import is_gguf
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.deploy.check.target import LOCAL
-from minifloat.errors import DestinationError, UsageError
+from minifloat.errors import ConversionError, DestinationError, UsageError
 from minifloat.model.layouts import gguf, mlx
 from minifloat.model.layouts.gguf.blocks import BLOCKS, blocks_of
+from minifloat.model.plan.overrides import Override
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.options import QuantizeOptions
+from minifloat.quantize.report import TensorReport
 
+#: Squared error of a weight, as a share of its squared values, from which on it is lost.
+_MOST_NOISE = 0.25
 #: Layout -> the engine that reads it; Ollama runs llama.cpp.
 ENGINE_OF = {layout: engine for engine, layout in reversed(LOCAL.items())}
 
@@ -45,15 +51,36 @@ def check_source(checkpoint: Checkpoint, destination: Path, options: QuantizeOpt
     check_model(checkpoint, options.gguf)
 
 
+def schemes_in(layout: str, scheme: Scheme, overrides: Sequence[Override]) -> tuple[Scheme, list[Override]]:
+    """Return a scheme and overrides as they are quantized for a layout: mlx has no tensor scales, so these are 1."""
+
+    def adapted(scheme: Scheme) -> Scheme:
+        return replace(scheme, weight=replace(scheme.weight, scaled_globally=layout != mlx.NAME))
+
+    return adapted(scheme), [
+        item if item.scheme is None else replace(item, scheme=adapted(item.scheme)) for item in overrides
+    ]
+
+
+def require_kept(layout: str, tensors: Iterable[TensorReport]) -> None:
+    """Refuse a weight that block scales alone cannot hold: too small or too large for them."""
+    for tensor in tensors if layout == mlx.NAME else ():
+        if tensor.stats is not None and tensor.stats.noise > _MOST_NOISE * tensor.stats.signal:
+            raise ConversionError(
+                f"{tensor.name}: {tensor.detail} keeps little of it in mlx, which has no tensor scale (SQNR "
+                f"{tensor.stats.sqnr_db:.1f} dB); quantize it to mxfp4 (--override) or keep it (--exclude)"
+            )
+
+
 def check_schemes(layout: str, schemes: dict[Scheme, None], *, within_budget: bool) -> None:
     """Refuse schemes whose codes or scales the layout would have to round; in a GGUF file only within a budget."""
     for scheme in schemes:
         if layout == mlx.NAME:
             mlx.WRITER.check(scheme)
-            if scheme.weight.has_global_scale:
+            if within_budget and scheme.weight.has_global_scale:
                 raise UsageError(
-                    f"{scheme.name}: mlx has no tensor scale, and rounds it into others; quantize to a folder, then "
-                    "minifloat convert --layout mlx --allow-rounding"
+                    f"{scheme.name}: mlx has no tensor scale, with which a budget measures this format; within a "
+                    "budget, use mxfp4 or mxfp8"
                 )
         elif within_budget and blocks_of(scheme.weight) is None:
             raise UsageError(

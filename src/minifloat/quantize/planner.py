@@ -42,7 +42,7 @@ from minifloat.model.plan.quantization import make_plan
 from minifloat.model.plan.tensor_plan import QuantizationPlan, require_share
 from minifloat.model.plan.vocabulary import vocabulary_notes, vocabulary_overrides
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, get_scheme
-from minifloat.quantize.converted import ENGINE_OF, check_schemes, check_source
+from minifloat.quantize.converted import ENGINE_OF, check_schemes, check_source, schemes_in
 from minifloat.quantize.nonfinite import tensors_allowed
 from minifloat.quantize.options import QuantizeOptions
 from minifloat.quantize.provenance import describe_recipe
@@ -136,6 +136,8 @@ class Planner:
 
     def plan(self, scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
         layout = choose_writer(None if self.converted_to else self.options.layout, self.checkpoint.config, scheme)
+        if self.converted_to is not None:
+            scheme, overrides = schemes_in(self.converted_to, scheme, overrides)
         plan = make_plan(self.checkpoint, scheme, layout, overrides, mtp=self.options.mtp)
         if not self.options.allow_partial:
             require_share(plan)

@@ -62,7 +62,8 @@ def _holds(stored: StoredWeight, spec: WeightSpec) -> bool:
     sizes = zip(held.granularity.block(stored.shape), spec.granularity.block(stored.shape), stored.shape, strict=True)
     if not all(outer % inner == 0 or outer >= extent for outer, inner, extent in sizes):
         return False
-    if held.has_global_scale and held.granularity != spec.granularity:
+    rescaled = stored.global_scale is not None and not spec.scaled_globally
+    if held.has_global_scale and (held.granularity != spec.granularity or rescaled):
         return False
     return held.scale is spec.scale or (spec.scale is FLOAT32 and not held.has_global_scale)
 

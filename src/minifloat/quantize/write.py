@@ -48,6 +48,7 @@ from minifloat.model.plan.tensor_plan import MTP, Part, QuantizationPlan, Quanti
 from minifloat.model.runtime.engine_names import EngineNames, engine_names
 from minifloat.numerics.scheme import SCALE_RULE, without_static_scales
 from minifloat.quantize.convert.job import convert_opened
+from minifloat.quantize.converted import require_kept
 from minifloat.quantize.document import BUDGET_CHART, model_card
 from minifloat.quantize.nonfinite import nonfinite_notes, tensors_allowed
 from minifloat.quantize.options import ConvertOptions
@@ -128,6 +129,7 @@ def write_run(
         )
         _write_small_files(run, names, writer, report)
         if layout is not None:
+            require_kept(layout, tensors)
             return writer.use_up(lambda output: _converted(run, report, output, progress))
         writer.commit()
     return report

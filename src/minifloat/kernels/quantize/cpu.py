@@ -90,8 +90,8 @@ def quantize_rows(slab: Slab) -> tuple[CastStats, int]:
         codes=slab.codes.ctypes.data,
         scales=slab.scales.ctypes.data,
     )
-    if spec.has_global_scale and slab.tensor_amax is not None:
+    if spec.has_global_scale:
         args.scale = format_struct(spec.scale)
-        args.divisor = float(scalar_global_divisor(slab.tensor_amax))
+        args.divisor = float(scalar_global_divisor(slab.tensor_amax or 0.0))
     native.require().call("quantize_rows", args)
     return CastStats(rows * cols, args.signal, args.noise, args.saturated, args.flushed), args.nonfinite
