@@ -178,6 +178,16 @@ _KV = ("--kv-cache", "fp8")
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "overrides": ["self_attn=bf16"]}
 _HEAD = ["^lm_head$=fp8-dynamic"]
 _HEAD_ALONE = [".*=bf16", "^lm_head$=fp8-block"]
+#: Sizes that vLLM's latent attention is compiled for on a CPU, and a name of the router that it asks for.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "topk_method": "noaux_tc",
+}
 _GPT_OSS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
 
 
@@ -281,6 +291,15 @@ CASES: dict[str, Case] = {
     "heads-of-40": Case(plain("llama", head_dim=40), ("vllm-cpu-head-size",), _NO_HEADS),
     "heads-of-48": Case(plain("llama", head_dim=48)),
     "heads-of-288": Case(plain("llama", head_dim=288), ("vllm-cpu-head-size",), _NO_HEADS),
+    "latent": Case(
+        quantized("fp8-dynamic", "deepseek_v3", overrides=[r"\.experts\.=bf16"], **_LATENT),
+        ("vllm-cpu-latent", "vllm-cpu-dynamic"),
+    ),
+    "latent-of-40": Case(
+        plain("deepseek_v3", num_key_value_heads=4, head_dim=8, topk_method="noaux_tc"),
+        ("vllm-cpu-latent-size",),
+        "Head dimension 40 is not supported by MLA",
+    ),
     # ------------------------------------------------------------------------------------ tensor parallelism
     "8-heads-tp3": Case(
         plain("llama", num_attention_heads=8, num_key_value_heads=8, head_dim=32, intermediate_size=384),

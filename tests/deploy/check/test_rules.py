@@ -80,6 +80,9 @@ INDEXER = {"self_attn.indexer.wk": (128, 1024), "self_attn.indexer.weights_proj"
 KEEPS_SCORES = subject("fp8-block", shapes=INDEXER, plain=("weights_proj",))
 DRAFTS = subject("fp8-block", shapes={"eh_proj": (1024, 2048)}, config=CONFIG | {"num_hidden_layers": 0})
 
+LATENT = subject("fp8", config=CONFIG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+SMALL_LATENT = replace(LATENT, config=LATENT.config | {"kv_lora_rank": 256})
+
 #: Rule -> a subject and a target that it applies to, then what it must not apply to: another subject, target, or both.
 CASES: dict[str, tuple[Any, ...]] = {
     "tp-attention-heads": (subject("fp8"), "vllm:h100:tp3", "vllm:h100:tp4"),
@@ -87,6 +90,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "tp-kv-heads-copied": (subject("fp8"), "vllm:h100:tp8", "vllm:h100:tp4"),
     "tp-matrices": (subject("fp8", shapes={"mlp.down_proj": (1024, 1530)}), "vllm:h100:tp4", subject("fp8")),
     "blocks-128": (subject("fp8-block"), "vllm:h100:tp8", "vllm:h100:tp2"),
+    "vllm-cpu-latent-size": (SMALL_LATENT, "vllm:cpu-no-amx", LATENT),
+    "vllm-cpu-latent": (LATENT, "vllm+minifloat:cpu-no-amx", subject("fp8")),
     "blocks-128-experts": (subject("fp8-block", experts=True), "vllm:h100:tp4", "vllm:h100:tp2"),
     "groups-across-gpus": (subject("mxfp4", shapes={"mlp.down_proj": (1024, 1568)}), "vllm:h100:tp2", subject("mxfp4")),
     "fused-layers-mixed": (

@@ -243,6 +243,18 @@ def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
         yield f"heads of {size}"
 
 
+def latent_attention(case: Case, *, except_size: int = 0) -> Iterator[str]:
+    """Latent attention (MLA) as vLLM computes it, unless a token has `except_size` numbers in the cache."""
+    rank, rotated = (case.subject.config.get(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if rank and rotated and case.subject.model_type != "minicpm3" and rank + rotated != except_size:
+        yield f"{rank} + {rotated} numbers of a token in the cache"
+
+
+def quantized_latent_attention(case: Case) -> Iterator[str]:
+    if case.subject.quantized:
+        yield from latent_attention(case)
+
+
 # Experts.
 
 

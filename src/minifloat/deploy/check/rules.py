@@ -169,6 +169,8 @@ _NO_DRAFTS = (
     "with these layers does not"
 )
 
+#: Numbers of a token in the cache of latent attention that vLLM's kernel on a CPU is compiled for.
+_CPU_LATENT_SIZE = 576
 # Sizes, linears and model types of single rules.
 #: Head sizes that vLLM's attention on a CPU is compiled for.
 _CPU_HEAD_SIZES = frozenset({*range(32, 257, 32), 48, 80, 112, 512})
@@ -382,6 +384,22 @@ RULES: tuple[LoadingRule, ...] = (
     rule("vllm-cpu-head-size", VLLM, CPUS, REFUSED, partial(when.head_size_not_in, sizes=_CPU_HEAD_SIZES)).because(
         "it loads, and the first forward pass fails: attention on a CPU is not compiled for heads of this size",
         cure="serve it with minifloat",
+    rule(
+        "vllm-cpu-latent-size", VLLM, WITHOUT_AMX, REFUSED, partial(when.latent_attention, except_size=_CPU_LATENT_SIZE)
+    ).because(
+        "latent attention (MLA) on a CPU is compiled for 512 + 64 numbers of a token only",
+        cure="serve it with minifloat",
+        source="v1/attention/backends/mla/cpu_mla.py: get_supported_head_sizes",
+        seen=_VLLM_CPU,
+    ),
+    rule("vllm-cpu-latent", VLLM, WITHOUT_AMX, WRONG, when.quantized_latent_attention).because(
+        "latent attention (MLA) answers wrongly: compiled, the weights of experts differ from run to run; with "
+        "--enforce-eager, queries are rotated by wrong angles",
+        cure="serve it with minifloat",
+        source="layers/rotary_embedding/base.py: forward_cpu with queries of three dimensions; of the router no cause "
+        "was found",
+        seen=_VLLM_CPU,
+    ),
         source="v1/attention/backends/cpu_attn.py: get_supported_head_sizes, and 48, which is compiled too",
         seen=_VLLM_CPU,
     ),
