@@ -15,6 +15,9 @@ from vllm_cases import CASES, calibrated, quantized
 from vllm_run import PROMPTS, answers_of
 
 from minifloat.deploy.check import vllm_plugin
+from minifloat.engine.engine import Engine
+from minifloat.engine.options import EngineOptions
+from minifloat.engine.sampling import SamplingParams
 from minifloat.kernels import native
 from minifloat.model.runtime.load import LoadOptions, load
 
@@ -23,6 +26,19 @@ pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.why_unavailable()),
 ]
 
+#: Experts of every form. Each token takes all of them: of nearly equal ones, two engines may choose different ones.
+_QWEN3: Any = {"model_type": "qwen3_moe", "moe_intermediate_size": 128, "num_experts_per_tok": 4}
+_MIXTRAL: Any = {"model_type": "mixtral", "num_experts_per_tok": 4}
+EXPERTS = {
+    "experts-fp8": quantized("fp8", **_QWEN3),
+    "experts-fp8-block": quantized("fp8-block", **_QWEN3),
+    "experts-fp8-block-fp8-layout": quantized("fp8-block", layout="fp8", **_QWEN3),
+    "experts-fp8-dynamic": quantized("fp8-dynamic", **_MIXTRAL),
+    "experts-fp8-static-weights": quantized("fp8-static", **_MIXTRAL),
+    "experts-mxfp8": quantized("mxfp8", **_QWEN3),
+    "experts-mxfp4": quantized("mxfp4", **_MIXTRAL),
+    "experts-nvfp4": quantized("nvfp4", **_MIXTRAL),
+}
 #: Scheme -> how storybook is quantized to it. fp8-static with calibrated scales and without.
 SCHEMES = {
     "bf16": CASES["bf16"].make,
@@ -35,7 +51,7 @@ SCHEMES = {
     "mxfp8": quantized("mxfp8"),
     "mxfp4": quantized("mxfp4"),
     "nvfp4": quantized("nvfp4"),
-}
+} | EXPERTS
 REFUSED_WITHOUT = ("fp8", "mxfp8", "mxfp4", "nvfp4")
 TOKENS = 16
 
@@ -46,7 +62,8 @@ def folders(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     for name, make in SCHEMES.items():
         make(parent / name, make_model)
     CASES["blocks-of-32"].make(parent / "blocks-of-32", make_model)
-    return {name: parent / name for name in (*SCHEMES, "blocks-of-32")}
+    calibrated("fp8", "--kv-cache", "fp8")(parent / "fp8-kv", make_model)
+    return {name: parent / name for name in (*SCHEMES, "blocks-of-32", "fp8-kv")}
 
 
 def with_plugin(folder: Path, **variables: str) -> dict[str, str]:
@@ -107,12 +124,37 @@ def test_the_comparison_distinguishes_formats(folders: Mapping[str, Path], answe
     assert theirs > ours
 
 
-def test_two_processes_that_share_every_matrix_answer_as_one(folders: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8", "experts-mxfp4"])
+def test_two_processes_that_share_every_matrix_answer_as_one(
+    name: str, folders: Mapping[str, Path], tmp_path: Path
+) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs 2 processors")
-    answer = run({"fp8": folders["fp8"]}, tmp_path, tp=2)["fp8"]
+    answer = run({name: folders[name]}, tmp_path, tp=2)[name]
     assert answer["error"] is None
-    assert is_same_model(folders["fp8"], answers_of(answer), weight_only=True)
+    assert is_same_model(folders[name], answers_of(answer), weight_only=True)
+
+
+def test_a_cache_in_fp8_costs_what_it_costs_in_our_engine(
+    folders: Mapping[str, Path], answers: Mapping[str, Any]
+) -> None:
+    """The errors are of one size; both engines round keys and values of other sums."""
+    folder, found = folders["fp8-kv"], answers_of(answers["fp8-kv"])
+    theirs, rounding = Reference(folder, weight_only=True).distance(found)
+    engine = Engine(folder, EngineOptions(dtype="bfloat16", kv_cache_dtype="fp8"))
+    model = load(folder, LoadOptions(dtype=torch.float32, weight_only=True))
+    errors = []
+    for answer in found:
+        tokens = [*answer.prompt, *answer.tokens]
+        with torch.inference_mode():
+            exact = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=20)
+        (scored,) = engine.generate([tokens], params)
+        for position, entry in enumerate((scored.prompt_logprobs or ())[1:]):
+            assert entry is not None
+            errors += [top.logprob - float(exact[position, top.token]) for top in entry.top]
+    ours = torch.tensor(errors).square().mean().sqrt()
+    assert 2 * rounding < theirs < 1.5 * ours
 
 
 @pytest.mark.parametrize("name", REFUSED_WITHOUT)

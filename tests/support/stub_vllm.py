@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import logging
 import sys
@@ -24,6 +25,7 @@ _TABLES = (
 )
 _LINEAR = "vllm.model_executor.kernels.linear"
 _LAYERS = "vllm.model_executor.layers"
+_EXPERTS = f"{_LAYERS}.fused_moe"
 _COMPRESSED_TENSORS = f"{_LAYERS}.quantization.compressed_tensors"
 
 
@@ -67,14 +69,89 @@ class TorchKernel(Kernel):
 TorchKernel.__module__ = f"{_LINEAR}.scaled_mm.pytorch"
 
 
-class CompressedTensorsConfig:
-    """vLLM's config, reduced to the choice of schemes."""
+class QuantizationConfig:
+    """Base class of vLLM's configs, reduced to what vLLM does without the plugin."""
 
-    _is_nvfp4_format = staticmethod(lambda quantized: quantized is not None and quantized.num_bits == 4)
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return "vLLM's choice"
+
+
+class CompressedTensorsConfig(QuantizationConfig):
+    """vLLM's config, reduced to the choice of schemes; `schemes` has those of experts by their names."""
+
+    def __init__(self, **schemes: Any) -> None:
+        self.schemes = schemes
+
+    def _add_fused_moe_to_target_scheme_map(self) -> None:
+        self.is_ready = True
+
+    def get_scheme_dict(self, layer: Any, name: str) -> Any:
+        assert self.is_ready
+        return self.schemes.get(name.rpartition(".")[2], self.schemes["others"])
+
+    _is_mxfp4 = staticmethod(lambda quantized: (quantized.num_bits, quantized.strategy) == (4, "group"))
+    _is_mxfp8 = staticmethod(lambda quantized: (quantized.num_bits, quantized.strategy) == (8, "group"))
+    _is_fp8_w8a16 = staticmethod(lambda weights, inputs: weights.type == "float")
+    _is_nvfp4_format = staticmethod(
+        lambda quantized: quantized is not None and (quantized.num_bits, quantized.strategy) == (4, "tensor_group")
+    )
     _is_fp8_w8a8 = staticmethod(lambda weights, inputs: inputs is not None)
 
     def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, *args: Any, **kwargs: Any) -> Any:
         return "vLLM's choice"
+
+
+class Fp8Config(QuantizationConfig):
+    """vLLM's config of layout fp8."""
+
+    def __init__(self, weight_block_size: list[int] | None, ignored_layers: tuple[str, ...] = ()) -> None:
+        self.weight_block_size, self.ignored_layers = weight_block_size, ignored_layers
+        self.store_dtype, self.packed_modules_mapping, self.ignored_layers_match_mode = None, {}, "exact"
+
+
+class RoutedExperts(torch.nn.Module):
+    """vLLM's layer of experts, whose method makes its parameters."""
+
+    ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+    layer_name = "model.layers.0.mlp.experts"
+    apply_router_weight_on_input = False
+
+    def __init__(self, moe_config: Any) -> None:
+        super().__init__()
+        self.moe_config, self.activation = moe_config, moe_config.activation
+
+
+class FusedMoEMethodBase:
+    """Base class of vLLM's methods for experts."""
+
+    def __init__(self, moe: Any) -> None:
+        self.moe = moe
+
+
+class MoEActivation(enum.Enum):
+    """Activations of experts, some of which vLLM's build for CPUs lacks."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU2_NO_MUL = "relu2_no_mul"
+    SWIGLUOAI = "swigluoai"
+
+
+def apply_moe_activation(activation: MoEActivation, output: torch.Tensor, x: torch.Tensor) -> None:
+    """Write the activation of ``[T, 2 * inner]``, gate first, or of ``[T, inner]``."""
+    if activation is MoEActivation.RELU2_NO_MUL:
+        output.copy_(x.relu().square())
+    else:
+        gate, up = x.chunk(2, dim=-1)
+        output.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def set_weight_attrs(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Set attributes that a parameter does not have yet."""
+    for name, value in attributes.items():
+        assert not hasattr(parameter, name)
+        setattr(parameter, name, value)
 
 
 class PluggableLayer(torch.nn.Module):
@@ -118,6 +195,7 @@ class Stub:
     log: list[logging.LogRecord]
     configs: dict[str, type] = field(default_factory=dict)
     layers: dict[str, type] = field(default_factory=dict)
+    runners: dict[str, Any] = field(default_factory=dict)
 
     def table(self, name: str) -> list[type]:
         """The kernels of the CPU in one of the tables."""
@@ -168,6 +246,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     module("vllm.logger", init_logger=init_logger)
     module("vllm.platforms", PlatformEnum=types.SimpleNamespace(CPU=CPU, CUDA=CUDA), current_platform=platform)
     module(f"{_LAYERS}.quantization", register_quantization_config=register)
+    module(f"{_LAYERS}.quantization.fp8", Fp8Config=Fp8Config)
+    module(f"{_LAYERS}.quantization.utils")
+    module(
+        f"{_LAYERS}.quantization.utils.quant_utils",
+        is_layer_skipped=lambda prefix, ignored_layers, fused_mapping, *, match_mode: prefix in ignored_layers,
+    )
+    module("vllm.model_executor.utils", set_weight_attrs=set_weight_attrs)
+    module(_EXPERTS, FusedMoEMethodBase=FusedMoEMethodBase, RoutedExperts=RoutedExperts)
+    module(f"{_EXPERTS}.activation", MoEActivation=MoEActivation, apply_moe_activation=apply_moe_activation)
+    module(f"{_EXPERTS}.config", FUSED_MOE_UNQUANTIZED_CONFIG="unquantized")
+    module(f"{_EXPERTS}.runner")
+    module(f"{_EXPERTS}.runner.moe_runner", get_layer_from_name=lambda name: stub.runners[name])
     module(_COMPRESSED_TENSORS)
     module(f"{_COMPRESSED_TENSORS}.compressed_tensors", CompressedTensorsConfig=CompressedTensorsConfig)
     module(

@@ -506,18 +506,28 @@ def test_with_the_plugin_linears_of_every_scheme_run_in_vllm_on_a_cpu(scheme: st
     ]
 
 
-def test_the_plugin_computes_no_experts_and_no_other_layout() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_with_the_plugin_experts_of_every_scheme_run_in_vllm_on_a_cpu(scheme: str) -> None:
+    model = subject(scheme, experts=True)
+    assert judge("model", None, Case(model, Target.parse("vllm:cpu-no-amx"))).verdict is LoadVerdict.REFUSED
+    for one in (model, only_experts(scheme)):
+        report = judge("model", None, Case(one, Target.parse("vllm+minifloat:cpu-no-amx")))
+        assert report.verdict is LoadVerdict.LOADS
+
+
+def test_latent_attention_that_vllm_expands_into_heads_runs_on_a_cpu_without_amx() -> None:
+    expanded = replace(LATENT, model_type="minicpm3")
+    assert not {"vllm-cpu-latent", "vllm-cpu-latent-size"} & set(applied((expanded, "vllm+minifloat:cpu-no-amx")))
+
+
+def test_the_plugin_computes_no_other_layout() -> None:
     for needy, rule in (
-        (subject("fp8-dynamic", experts=True), "vllm-cpu-experts"),
         (subject("mxfp4", "gpt-oss"), "vllm-cpu-amx"),
-        (subject("mxfp4", experts=True), "vllm-cpu-mxfp4"),
         (subject("nvfp4", "modelopt"), "vllm-cpu-small-formats"),
         (subject("fp8-static", "fp8"), "vllm-cpu-static"),
     ):
         assert rule in applied((needy, "vllm+minifloat:cpu-no-amx"))
     assert not applied((subject("fp8-block", "fp8"), "vllm+minifloat:cpu-no-amx"))
-    evidence = applied((subject("mxfp4", experts=True), "vllm+minifloat:cpu"))["vllm-cpu-mxfp4"]
-    assert all("experts" in line for line in evidence)
 
 
 def test_a_plugin_is_refused_where_it_does_nothing() -> None:

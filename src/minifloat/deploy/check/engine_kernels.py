@@ -101,7 +101,7 @@ KERNELS: tuple[EngineKernel, ...] = (
 
 def kernel_for(case: Case, kind: Kind) -> EngineKernel | None:
     """Return the kernel of the case's engine for linears of a kind; None where it is not known."""
-    if case.target.plugin == vllm_plugin.NAME and case.weights(kind, experts=False):
+    if case.target.plugin == vllm_plugin.NAME:
         name = vllm_plugin.kernel_of(kind, case.subject.layout)
         if name is not None:
             return EngineKernel("vllm", CPUS, (kind,), f"{name} (plugin)", _WEIGHT_ONLY, confirmed=True)

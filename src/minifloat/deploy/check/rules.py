@@ -59,7 +59,7 @@ class LoadVerdict(enum.Enum):
 
 @dataclass(frozen=True)
 class LoadingRule:
-    """The behaviour of engines on checkpoints that meet a condition; a plugin lifts it for linears that it computes."""
+    """The behaviour of engines on checkpoints that meet a condition; a plugin lifts it for weights it multiplies."""
 
     name: str
     engines: tuple[str, ...]
@@ -95,19 +95,16 @@ def apply_rules(case: Case) -> Iterator[Finding]:
         if case.target.engine not in row.engines or case.target.hardware.name not in row.hardware:
             continue
         is_lifted = row.lifted_by and row.lifted_by == case.target.plugin
-        evidence = tuple(dict.fromkeys(row.condition(_without_plugins_linears(case) if is_lifted else case)))
+        evidence = tuple(dict.fromkeys(row.condition(_without_plugins_weights(case) if is_lifted else case)))
         if evidence:
             source = f"{row.source}; seen with {row.seen}" if row.seen else row.source
             yield Finding(row.name, row.verdict, row.problem, row.cure, source, evidence)
 
 
-def _without_plugins_linears(case: Case) -> Case:
-    """Return the case without the linears that the plugin for vLLM computes."""
-    kept = tuple(
-        weight
-        for weight in case.subject.weights
-        if weight.is_expert or vllm_plugin.kernel_of(weight.kind, case.subject.layout) is None
-    )
+def _without_plugins_weights(case: Case) -> Case:
+    """Return the case without the weights that the plugin for vLLM multiplies."""
+    layout, weights = case.subject.layout, case.subject.weights
+    kept = tuple(weight for weight in weights if vllm_plugin.kernel_of(weight.kind, layout) is None)
     return replace(case, subject=replace(case.subject, weights=kept))
 
 
@@ -169,11 +166,11 @@ _NO_DRAFTS = (
     "with these layers does not"
 )
 
-#: Numbers of a token in the cache of latent attention that vLLM's kernel on a CPU is compiled for.
-_CPU_LATENT_SIZE = 576
 # Sizes, linears and model types of single rules.
 #: Head sizes that vLLM's attention on a CPU is compiled for.
 _CPU_HEAD_SIZES = frozenset({*range(32, 257, 32), 48, 80, 112, 512})
+#: Numbers of a token in the cache of latent attention that vLLM's kernel on a CPU is compiled for.
+_CPU_LATENT_SIZE = 576
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: Model types whose projection of multi-token prediction both servers build quantized.
 _DRAFTS_QUANTIZED = ("longcat_flash", "nemotron_h", "bailing_moe", "bailing_hybrid")
@@ -375,7 +372,7 @@ RULES: tuple[LoadingRule, ...] = (
     ),
     rule("vllm-cpu-amx", VLLM, WITHOUT_AMX, REFUSED, when.needs_amx).because(
         "the kernels for FP8 blocks and for gpt-oss' experts are made of AMX instructions, which this CPU lacks",
-        cure=f"serve it with minifloat, or linears in vLLM with minifloat's plugin (--plugin {PLUGIN}), or on a "
+        cure=f"serve it with minifloat, or blocks in vLLM with minifloat's plugin (--plugin {PLUGIN}), or on a "
         "processor with AMX (Xeon since Sapphire Rapids)",
         source="kernels/linear/scaled_mm/cpu.py, layers/fused_moe/experts/cpu_moe.py: torch.cpu._is_amx_tile_supported",
         seen=_VLLM_CPU,
@@ -384,6 +381,9 @@ RULES: tuple[LoadingRule, ...] = (
     rule("vllm-cpu-head-size", VLLM, CPUS, REFUSED, partial(when.head_size_not_in, sizes=_CPU_HEAD_SIZES)).because(
         "it loads, and the first forward pass fails: attention on a CPU is not compiled for heads of this size",
         cure="serve it with minifloat",
+        source="v1/attention/backends/cpu_attn.py: get_supported_head_sizes, and 48, which is compiled too",
+        seen=_VLLM_CPU,
+    ),
     rule(
         "vllm-cpu-latent-size", VLLM, WITHOUT_AMX, REFUSED, partial(when.latent_attention, except_size=_CPU_LATENT_SIZE)
     ).because(
@@ -398,9 +398,6 @@ RULES: tuple[LoadingRule, ...] = (
         cure="serve it with minifloat",
         source="layers/rotary_embedding/base.py: forward_cpu with queries of three dimensions; of the router no cause "
         "was found",
-        seen=_VLLM_CPU,
-    ),
-        source="v1/attention/backends/cpu_attn.py: get_supported_head_sizes, and 48, which is compiled too",
         seen=_VLLM_CPU,
     ),
     rule("vllm-cpu-static", VLLM, CPUS, REFUSED, weights(Kind.FP8_STATIC)).because(
@@ -514,6 +511,7 @@ RULES: tuple[LoadingRule, ...] = (
         cure="use --scheme fp8-dynamic or fp8-block; fp8-static needs --calibration",
         source=f"vLLM: compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method; SGLang: {_SGLANG_SCHEMES}: "
         "get_moe_scheme",
+        lifted_by=PLUGIN,
     ),
     rule("vllm-single-experts", VLLM, ALL, REFUSED, when.experts_that_vllm_reads_fused).because(
         "vLLM reads the experts of this model only fused, as the unquantized checkpoint stores them",
@@ -529,9 +527,10 @@ RULES: tuple[LoadingRule, ...] = (
     ),
     rule("vllm-cpu-experts", VLLM, CPUS, REFUSED, weights(Kind.FP8_DYNAMIC, experts=True)).because(
         "FP8 experts without blocks have no kernel on a CPU (Unsupported FP8 MoE backend)",
-        cure=f"serve it with minifloat, or {_USE_BLOCK} for a processor with AMX",
+        cure=_ON_CPU,
         source="compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py, whose choice of a backend is none",
         seen=_VLLM_CPU,
+        lifted_by=PLUGIN,
     ),
     rule("vllm-fp8-layout-head", VLLM, ALL, REFUSED, weights(layout=FP8, leaves=("lm_head",))).because(
         "quant_method fp8 never quantizes lm_head: its scales have no place",

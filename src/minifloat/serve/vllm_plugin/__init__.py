@@ -37,13 +37,14 @@ def register() -> None:
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from minifloat.serve.vllm_plugin import kernels
+    from minifloat.serve.vllm_plugin import experts, kernels
 
     # part of the key of vLLM's cache of compiled graphs, which would else return those of before
     envs.environment_variables["MINIFLOAT_KERNELS"] = lambda: __version__
     for table, kernel in kernels.TABLES.items():
         put(getattr(linear, table).setdefault(PlatformEnum.CPU, []), kernel)
     register_quantization_config("compressed-tensors")(kernels.MinifloatCompressedTensorsConfig)
+    register_quantization_config("fp8")(experts.MinifloatFp8Config)
     kept = kernels.why_not_bf16()
     if kept:
         log.debug("minifloat: BF16 linears stay with vLLM: %s", kept)

@@ -28,6 +28,7 @@ from vllm.model_executor.kernels.linear import (
     NvFp4LinearLayerConfig,
 )
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -43,7 +44,7 @@ from minifloat.kernels.pack import why_not
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, block_granularity
 from minifloat.numerics.scheme import WeightSpec
-from minifloat.serve.vllm_plugin import packed
+from minifloat.serve.vllm_plugin import experts, packed
 
 _LOG = init_logger("vllm.minifloat")
 
@@ -163,6 +164,10 @@ class WeightOnlyNvfp4(CompressedTensorsW4A4Fp4):
 
 class MinifloatCompressedTensorsConfig(CompressedTensorsConfig):
     """vLLM's config of compressed-tensors, with other schemes where vLLM decides before it looks into a table."""
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        method = experts.method_of(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
+        return super().get_quant_method(layer, prefix) if method is None else method
 
     def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_nvfp4_format(weight_quant) and input_quant is None:
