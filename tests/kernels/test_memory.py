@@ -1,7 +1,8 @@
-"""Available memory, the least that the system and the control groups of both versions leave."""
+"""Available memory, the least that the system and the control groups of both versions leave; memory touched ahead."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from minifloat.engine.options import EngineOptions
 from minifloat.errors import UsageError
 from minifloat.evaluate.bench import gains
 from minifloat.kernels import memory
+from minifloat.kernels.pack import Arena, pack
 
 MIB = 1 << 20
 
@@ -103,3 +105,53 @@ def test_everything_that_asks_for_memory_obeys_control_groups(groups: Path, monk
     assert (machine.memory_free, machine.memory_limit) == (40 * MIB, 64 * MIB)
     for module in (own_text, gains):
         assert module.available_memory is memory.available_memory
+
+
+def touched_all(nbytes: int) -> memory.Touched:
+    touched = memory.Touched(nbytes)
+    touched._thread.join()
+    return touched
+
+
+def test_touched_memory_is_taken_once_and_stays_when_the_rest_is_given_back() -> None:
+    touched = touched_all(64 * MIB)
+    parts = [touched.take(10 * MIB + 1), touched.take(MIB)]
+    assert [part and part[1] for part in parts] == [0, 10 * MIB + mmap.PAGESIZE]
+    assert touched.take(60 * MIB) is None
+    region = touched._region
+    region[: 12 * MIB] = b"7" * (12 * MIB)
+    touched.end()
+    assert touched.take(1) is None
+    assert region[: 10 * MIB] == b"7" * (10 * MIB)
+    if hasattr(mmap, "MADV_DONTNEED"):
+        assert region[11 * MIB + mmap.PAGESIZE : 12 * MIB] == bytes(MIB - mmap.PAGESIZE)
+
+
+def test_memory_that_is_not_touched_yet_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.Touched, "_touch", lambda self: None)
+    assert memory.Touched(MIB).take(1) is None
+
+
+@pytest.mark.parametrize(("free", "found"), [(100 * MIB, 10 * MIB), (10 * MIB, 5 * MIB), (0, None)])
+def test_half_of_the_available_memory_is_touched_at_most_and_within_the_context_only(
+    free: int, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: free)
+    with memory.touching(10 * MIB):
+        touched = memory._touched
+        assert (touched and len(touched._region)) == found
+        if touched is not None:
+            touched._thread.join()
+            assert memory.take_touched(MIB) is not None
+    assert memory.take_touched(MIB) is None
+
+
+def test_weights_are_packed_into_touched_memory() -> None:
+    weight = torch.randn(70, 96).to(torch.bfloat16)
+    with memory.touching(MIB):
+        assert memory._touched is not None
+        memory._touched._thread.join()
+        region = memory._touched._region
+        packed = pack(weight, arena=Arena())
+    assert packed.data.data_ptr() == torch.frombuffer(region, dtype=torch.uint8).data_ptr()
+    assert torch.equal(packed.dequantize(torch.bfloat16), weight)

@@ -3,9 +3,12 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from minifloat.checkpoint import Checkpoint
+from minifloat.serve.server import start
 from minifloat.serve.starting import importing, starting
 
 
@@ -47,3 +50,16 @@ print(int(torch.ones(2).sum()))
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == (
         "True False\n2\n"
     )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_memory_is_touched_for_the_weights_of_a_checkpoint_on_a_machine_of_one_node(
+    nodes: int, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "NODES", tmp_path)
+    for node in range(nodes):
+        (tmp_path / f"node{node}").mkdir()
+    with Checkpoint.open(llama_folder) as checkpoint:
+        weights = {name: info.nbytes for name, info in checkpoint.tensors.items()}
+        looked_up = weights["model.embed_tokens.weight"]
+        assert start._packed_bytes(checkpoint) == (sum(weights.values()) - looked_up if nodes == 1 else 0)

@@ -47,6 +47,7 @@ from minifloat.kernels.decoder_layout import (
     RotaryLayout,
     RouterLayout,
 )
+from minifloat.kernels.memory import end_touching
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import Arena, FusedWeights, PackedWeight, pack
 from minifloat.model.architecture.pooling import Pooling
@@ -231,6 +232,7 @@ def build_native_decoder(
             for layer in logged_layers(layout.layers)
         )
         norm = packed.norm(layout.norm)
+    end_touching()
     packed.warn()
     try:
         return Decoder(

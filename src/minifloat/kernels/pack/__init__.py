@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native
+from minifloat.kernels.memory import take_touched
 from minifloat.kernels.native import STRUCTS
 from minifloat.kernels.pack import reference
 from minifloat.kernels.pack.layout import (
@@ -81,6 +82,9 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate uint8 ``[nbytes]``, undefined, in 2 MB pages; it begins with a page of 4 KB."""
+        touched = take_touched(nbytes)
+        if touched is not None:
+            return torch.frombuffer(touched[0], dtype=torch.uint8, offset=touched[1], count=nbytes)
         if self._region is None or self._free + nbytes > self._end:
             size = max(nbytes, _FIRST_MAPPING, min(self._taken, _LARGEST_MAPPING))
             self._region, self._free = _mapping(size)

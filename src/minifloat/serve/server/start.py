@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.hub import model_folder, model_name
+from minifloat.kernels.memory import touching
+from minifloat.kernels.processors import NODES
+from minifloat.model.architecture.roles import is_embedding
 from minifloat.report.text import size_text
 from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
@@ -49,7 +52,7 @@ def serve_checkpoint(
                 importlib.import_module("fastapi")
                 importlib.import_module("uvicorn")
             folder = model_folder(path, revision=revision)
-            with Checkpoint.open(folder) as checkpoint:
+            with Checkpoint.open(folder) as checkpoint, touching(_packed_bytes(checkpoint) if on_cpu else 0):
                 if on_cpu:
                     import_torch()
                 from minifloat.engine import AsyncEngine, Engine
@@ -61,6 +64,14 @@ def serve_checkpoint(
                 from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, settings.max_num_queued_reqs), settings, listening)
+
+
+def _packed_bytes(checkpoint: Checkpoint) -> int:
+    """Return about what the packed weights of a checkpoint take; 0 where memory belongs to NUMA nodes."""
+    if len(list(NODES.glob("node[0-9]*"))) > 1:
+        return 0
+    tensors = checkpoint.tensors.items()
+    return sum(info.nbytes for name, info in tensors if not is_embedding(name.rpartition(".")[0]))
 
 
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
