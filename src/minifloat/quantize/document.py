@@ -271,9 +271,10 @@ def _rounding_section(record: Record, *, verbose: bool = False) -> Section:
     rounding = record["rounding"]
     weights = _weight_table(rounding)
     folded = (
-        "Before that, powers of two that scale the input channels of some linears were folded into the norms and "
-        "weights in front of them. The function of the unquantized model is unchanged. Norms and weights differ from "
-        "the original's; the errors below are those of the codes against the folded weights."
+        "Before that, factors that scale the input channels of some linears were folded into the norms and weights in "
+        "front of them: powers of two, which change no result, and where the scales of the format are powers of two "
+        "other factors of single channels, by which weights are rounded once more. Norms and weights differ from the "
+        "original's; the errors below are those of the codes against the folded weights."
     )
     return section(
         "Rounding",

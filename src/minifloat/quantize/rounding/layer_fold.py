@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.checkpoint import TensorInfo
+from minifloat.model.architecture.family import FoldKind
 from minifloat.model.architecture.folding import FoldPart, FoldSite, fold_sites, why_not_fold
 from minifloat.model.plan.tensor_plan import Part
 from minifloat.model.runtime.names import Assignment
 from minifloat.model.runtime.tensors import TORCH_DTYPES
+from minifloat.quantize.rounding.channel_factors import channel_factors, takes_factors
 from minifloat.quantize.rounding.folding import (
     apply_exponents,
     channel_classes,
@@ -120,9 +122,11 @@ class LayerFold:
     records: list[dict[str, Any]] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
     rescaled: set[str] = field(default_factory=set)  # modules whose outputs have other scales than before
+    output_factors: dict[str, Tensor] = field(default_factory=dict)  # what some outputs are divided by, by module
 
     def __post_init__(self) -> None:
-        # by stage and expert; experts that share their input have one entry, expert 0
+        # Factors of the columns, float32 ``[K]``, by stage and expert; experts that share their input have one entry,
+        # expert 0.
         self.by_expert: dict[tuple[int, int], Tensor] = {}
         self._places = {
             module: (number, expert)
@@ -150,19 +154,20 @@ class LayerFold:
     def scaled(self, number: int, stage_input: StageInputs) -> StageInputs:
         """Return the inputs of a stage in the original model as they are after the folds."""
         stage = self.stages[number]
+        factors = self.by_expert.get((number, 0))
         if stage.outer:
-            found = {expert: e for (of, expert), e in self.by_expert.items() if of == number}
+            found = {expert: factors for (of, expert), factors in self.by_expert.items() if of == number}
             if not found or stage_input.experts is None:
                 return stage_input
-            none = torch.zeros(stage.width, dtype=torch.int32)
-            table = torch.stack([found.get(expert, none) for expert in range(len(stage.experts))])
-            factors = powers_of_two(-table)[stage_input.experts]
-        else:
-            exponents = self.by_expert.get((number, 0))
-            if exponents is None:
-                return stage_input
-            factors = powers_of_two(-exponents)
-        return replace(stage_input, inputs=stage_input.inputs * factors.to(stage_input.inputs))
+            none = torch.ones(stage.width)
+            factors = torch.stack([found.get(expert, none) for expert in range(len(stage.experts))])
+            factors = factors[stage_input.experts]
+        if factors is None:
+            return stage_input
+        return replace(
+            stage_input,
+            inputs=(stage_input.inputs / factors.to(stage_input.inputs.device)).to(stage_input.inputs.dtype),
+        )
 
     def _why_not_reachable(self, site: FoldSite) -> str:
         """Return why a tensor of a site cannot change: it is not in the model, or is copied in another dtype."""
@@ -197,7 +202,7 @@ class LayerFold:
         tensors = {name: self.views[name].cpu() for name in site.tensors}
         scheme = self.parts[judged[0]][1].scheme
         choice = choose_exponents(
-            [self._weight(module) for module in judged],
+            [self._part(module)[0].float().cpu() for module in judged],
             scheme,
             inputs,
             held_out,
@@ -205,20 +210,65 @@ class LayerFold:
             limits=exponent_limits(site, tensors),
             shares=[groups[self.parts[module][1].group] for module in judged],
         )
-        record: dict[str, Any] = {"site": site.producers[0].tensor, "kind": site.kind.value, "folded": choice.folds}
+        record: dict[str, Any] = {"site": site.producers[0].tensor, "kind": site.kind.value}
         record |= {"alpha": choice.alpha, "loss_without": choice.loss_without, "loss_with": choice.loss_with}
         if site.producers[0].expert is not None:
             record["expert"] = site.producers[0].expert
         self.records.append(record)
-        if not choice.folds:
+        factors = powers_of_two(choice.exponents)
+        if choice.folds:
+            for name, tensor in apply_exponents(site, tensors, choice.exponents).items():
+                self.views[name].copy_(tensor)
+                self.changed.add(name)
+            self.rescaled.update(module for part in site.producers for module in self._modules_of(part))
+        if self._takes_factors(site):
+            energy = (inputs / factors).square().mean(0)
+            factors *= self._fold_columns(site, [self._part(module) for module in modules], energy)
+        record["folded"] = bool((factors != 1).any())
+        if not record["folded"]:
             return
-        for name, tensor in apply_exponents(site, tensors, choice.exponents).items():
-            self.views[name].copy_(tensor)
-            self.changed.add(name)
-        self.rescaled.update(module for part in site.producers for module in self._modules_of(part))
         for place in places:
             place_of_input = place if self.stages[place[0]].outer else (place[0], 0)
-            self.by_expert[place_of_input] = choice.exponents
+            self.by_expert[place_of_input] = factors
+
+    def moments(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return moments of the gradients of outputs, ``[blocks, B, B]`` by module, as they are after the folds."""
+        scaled = dict(found)
+        for module in found.keys() & self.output_factors.keys():
+            factors = torch.ones(found[module].shape[:2])
+            factors.view(-1)[: len(self.output_factors[module])] = self.output_factors[module]
+            scaled[module] = found[module] * factors[:, :, None] * factors[:, None]
+        return scaled
+
+    def _takes_factors(self, site: FoldSite) -> bool:
+        """Return whether all readers have formats that take factors, and a norm or an up_proj alone comes before."""
+        producer, readers = site.producers[0], [self._modules_of(part) for part in site.readers]
+        return (
+            len(site.producers) == 1
+            and all(readers)
+            and all(takes_factors(self.parts[module][1].scheme.weight) for found in readers for module in found)
+            and (site.kind is FoldKind.NORM or (site.kind is FoldKind.UP and self._is_one_module(producer)))
+        )
+
+    def _is_one_module(self, part: FoldPart) -> bool:
+        return part.rows is None and part.expert is None and len(self._modules_of(part)) == 1
+
+    def _fold_columns(self, site: FoldSite, readers: Sequence[tuple[Tensor, Part]], energy: Tensor) -> Tensor:
+        """Fold factors into the columns that hold most of the error, and return them, float32 ``[K]``."""
+        (producer,) = site.producers
+        before = self.views[producer.tensor]
+        norm = before.cpu() if site.kind is FoldKind.NORM else None
+        factors = channel_factors([(weight.cpu(), part.scheme.weight) for weight, part in readers], energy, norm)
+        columns = (factors != 1).nonzero()[:, 0].to(before.device)
+        chosen = factors.to(before.device)[columns]
+        for weight, _ in readers:
+            weight[:, columns] = (weight[:, columns] * chosen).to(weight.dtype)
+        before[columns] = (before[columns] / (chosen if norm is not None else chosen[:, None])).to(before.dtype)
+        if len(columns):
+            self.changed.update(site.tensors)
+        if norm is None:
+            self.output_factors[self._modules_of(producer)[0]] = factors
+        return factors
 
     def _judged(self, modules: Sequence[str]) -> list[str]:
         """Return the modules whose weights judge a fold: all, or those of some experts."""
@@ -227,6 +277,7 @@ class LayerFold:
         chosen = set(experts[::step])
         return [module for module in modules if self._places[module] in chosen]
 
-    def _weight(self, module: str) -> Tensor:
+    def _part(self, module: str) -> tuple[Tensor, Part]:
+        """Return the view of a module's weight ``[N, K]``, and what becomes of it."""
         source, part = self.parts[module]
-        return part_view(self.views[source], part).float().cpu()
+        return part_view(self.views[source], part), part

@@ -236,7 +236,7 @@ class InputQuantizer:
                 self._specs[number] = spec
         self._largest: dict[tuple[int, int], Tensor] = {}
         self._tokens: dict[tuple[int, int], int] = {}
-        self._exponents: Mapping[tuple[int, int], Tensor] = {}
+        self._factors: Mapping[tuple[int, int], Tensor] = {}
 
     def observe(self, number: int, stage_input: StageInputs) -> None:
         """Record the largest input of each channel in one sequence of calibration text."""
@@ -247,8 +247,8 @@ class InputQuantizer:
             self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
             self._tokens[key] = self._tokens.get(key, 0) + tokens
 
-    def fold(self, exponents: Mapping[tuple[int, int], Tensor]) -> None:
-        self._exponents = exponents
+    def fold(self, factors: Mapping[tuple[int, int], Tensor]) -> None:
+        self._factors = factors
 
     def rows(self) -> list[dict[str, Any]]:
         """Return for each linear with quantized inputs its largest input, and the tokens that it was seen in."""
@@ -306,9 +306,9 @@ class InputQuantizer:
         keys = found or [key for key in self._largest if key[0] == number]
         largest = [0.0]
         for key in keys:
-            exponents = self._exponents.get(key if self._stages[number].outer else (number, 0))
+            factors = self._factors.get(key if self._stages[number].outer else (number, 0))
             values = self._largest[key]
-            largest.append(float((values if exponents is None else torch.ldexp(values, -exponents)).max()))
+            largest.append(float((values if factors is None else values / factors).max()))
         return max(largest)
 
 

@@ -152,7 +152,7 @@ class _LayerRun:
         inputs.fold(fold.by_expert)
         rounding.measure()
         if self.walk.options.method.weighs_outputs:
-            rounding.moments = self.walk.moments.of(rounding.parts.keys() - fold.rescaled)
+            rounding.moments = fold.moments(self.walk.moments.of(rounding.parts.keys() - fold.rescaled))
         self.reader.quantize_expert = inputs.quantize_expert
         with inputs.applied():
             for number, stage in enumerate(self.stages):
