@@ -122,6 +122,7 @@ def test_norms_that_are_copied_in_another_dtype_are_not_folded_and_the_report_sa
     ("options", "messages"),
     [
         (("--method", "gptq"), ["the method gptq needs text", "--data self"]),
+        (("--method", "gptq", "--dry-run"), ["the method gptq needs text", "--data self"]),
         (("--no-fold",), ["--no-fold needs --data"]),
         (("--data", "self", "--method", "gtpq"), ["gtpq", "gptq", "match", "nearest"]),
         (("--method", "gtpq"), ["gtpq", "gptq", "match", "nearest"]),

@@ -138,7 +138,7 @@ def _preview(params: SimpleNamespace) -> None:
         params.model,
         params.out,
         params.scheme,
-        _options(params),
+        _options(params, method=None if params.data else params.method),
         calibration=None
         if params.stats is None
         else Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation),

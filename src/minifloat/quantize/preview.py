@@ -107,7 +107,7 @@ def preview_quantization(
         source: As in `quantize_checkpoint`, as all arguments that are not named here.
         destination: As in `quantize_checkpoint`; nothing is created there.
         scheme: As in `quantize_checkpoint`.
-        options: As in `quantize_checkpoint`, without a method. Within a budget, formats depend on the damage that text
+        options: As in `quantize_checkpoint`. Within a budget, formats depend on the damage that text
             shows: sizes are those of the cheapest format everywhere, and a note says what the search takes.
         calibration: As in `quantize_checkpoint`.
         calibrates: The run would calibrate by itself: the bytes of static scales, four for each, are not counted.
@@ -117,6 +117,10 @@ def preview_quantization(
         MinifloatError: As `quantize_checkpoint`, for all mistakes that it finds before it reads weights; a disk that is
             too small is no error here.
     """
+    if options.method is not None:
+        from minifloat.quantize.data import DataOptions
+
+        data = DataOptions.of(data, options.method)
     with planned_source(source, destination, options) as planner:
         wanted = get_scheme(scheme) if isinstance(scheme, str) else scheme
         if options.budget is None:
