@@ -79,13 +79,13 @@ def read_seconds(model: Path) -> float:
     return seconds
 
 
-def measure_mixed(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_mixed(model: Path, options: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure start, memory and the mixed load of one checkpoint, print the results, and return the record for JSON."""
     read = read_seconds(model)
     bare = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import minifloat.engine, minifloat.serve.server.app"], check=True)
     bare = time.perf_counter() - bare
-    with Server(model, settings["threads"], settings["options"]) as server:
+    with Server(model, settings["threads"], options.split()) as server:
         at_start, info = server.rss(), server.model
         click.echo(
             f"\n{info['name']}: {info['runner']}, {info['scheme']}; ready after {server.ready:.2f} s, of which imports "
@@ -95,7 +95,7 @@ def measure_mixed(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
         asyncio.run(server.ask(prompt_of(settings["mixed_prompt"], server.vocab, "warm"), 4))
         run = asyncio.run(mixed(server, settings["mixed_output_len"], settings["mixed_prompt"], settings["pause"]))
         print_header()
-        print_run("mixed", MIXED_CLIENTS, f"minifloat {model.name}", run)
+        print_run("mixed", MIXED_CLIENTS, f"{model.name} {options}", run)
         after = server.rss()
     ratio = run["p99_itl_ms"] / run["median_itl_ms"]
     weights, cache = info["weight_bytes"], info["kv_bytes"]
@@ -107,7 +107,14 @@ def measure_mixed(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
         f"{verdict(max(at_start, after) <= allowed)}"
     )
     facts = {"ready_seconds": server.ready, "read_seconds": read, "import_seconds": bare}
-    return {"model": info, "rss_ready": at_start, "rss_after": after, "allowed": allowed, "mixed": run} | facts
+    return {
+        "model": info,
+        "options": options,
+        "rss_ready": at_start,
+        "rss_after": after,
+        "allowed": allowed,
+        "mixed": run,
+    } | facts
 
 
 def verdict(good: bool) -> str:
@@ -118,7 +125,7 @@ def verdict(good: bool) -> str:
 def print_header() -> None:
     """Print the header of the table of runs."""
     click.echo(
-        f"\n{'load':<7} {'clients':>7} {'server':<36} {'answers':>7} {'out tok/s':>9} {'TTFT p50 ms':>11} {'p99':>8} "
+        f"\n{'load':<7} {'clients':>7} {'server':<40} {'answers':>7} {'out tok/s':>9} {'TTFT p50 ms':>11} {'p99':>8} "
         f"{'ITL p50 ms':>10} {'p99':>8} {'errors':>6} {'own us':>7} {'own %':>6}"
     )
 
@@ -131,7 +138,7 @@ def print_run(load: str, clients: int, name: str, run: dict[str, Any]) -> None:
     others = run.get("others")
     doubt = f" not to be quoted: other processes used {others:.0%}" if others and others > MOST_OTHERS else ""
     click.echo(
-        f"{load:<7} {clients:>7} {name:<36} {run['completed']:>7.0f} {run['output_throughput']:>9.1f} "
+        f"{load:<7} {clients:>7} {name:<40} {run['completed']:>7.0f} {run['output_throughput']:>9.1f} "
         f"{run['median_ttft_ms']:>11.1f} {run['p99_ttft_ms']:>8.1f} {run['median_itl_ms']:>10.2f} "
         f"{run['p99_itl_ms']:>8.2f} {run.get('failed', 0):>6.0f} {own:>14}{doubt}"
     )
@@ -157,13 +164,15 @@ def print_bars(clients: int, ours: dict[str, dict[str, Any]], theirs: dict[str, 
 Start = Callable[[int, int], ServerProcess]
 
 
-def our_servers(models: Sequence[Path], settings: dict[str, Any]) -> dict[str, Start]:
-    """Return what starts `minifloat serve` for each checkpoint, by name."""
+def our_servers(models: Sequence[Path], several: Sequence[str], threads: int) -> dict[str, Start]:
+    """Return what starts `minifloat serve` for each checkpoint with each of several options, by name."""
 
-    def start(model: Path, clients: int, prefix: int) -> ServerProcess:
-        return Server(model, settings["threads"], ["--max-num-seqs", str(clients), *settings["options"]])
+    def start(model: Path, options: str, clients: int, prefix: int) -> ServerProcess:
+        return Server(model, threads, ["--max-num-seqs", str(clients), *options.split()])
 
-    return {f"minifloat {model.name}": partial(start, model) for model in models}
+    return {
+        f"{model.name} {options}".strip(): partial(start, model, options) for model in models for options in several
+    }
 
 
 def llama_servers(binary: Path | None, ggufs: Sequence[Path], vocab: int, threads: int) -> dict[str, Start]:
@@ -213,7 +222,13 @@ def measure_chats(load: str, ours: dict[str, Start], theirs: dict[str, Start], s
 @click.option("--mixed-output-len", default=128, show_default=True)
 @click.option("--mixed-prompt", default=256, show_default=True, help="Tokens of the long prompts.")
 @click.option("--pause", default=0.5, show_default=True, help="Seconds between arrivals in the mixed load.")
-@click.option("--option", "options", multiple=True, help="Option of `minifloat serve`, as in --option=--lm-head=fp8.")
+@click.option(
+    "--options",
+    "several",
+    multiple=True,
+    default=("",),
+    help="Options of `minifloat serve`; repeated: a server of each.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(
     models: tuple[Path, ...],
@@ -221,6 +236,7 @@ def main(
     ggufs: tuple[Path, ...],
     loads: tuple[str, ...],
     concurrency: str,
+    several: tuple[str, ...],
     json_path: Path | None,
     **settings: Any,
 ) -> None:
@@ -231,11 +247,12 @@ def main(
     click.echo(instruction_sets.describe(facts))
     settings["concurrency"] = [int(clients) for clients in concurrency.split(",")]
     vocab = json.loads((models[0] / CONFIG_FILE).read_text())["vocab_size"]
-    ours, theirs = our_servers(models, settings), llama_servers(llama_server, ggufs, vocab, settings["threads"])
-    record: dict[str, Any] = {"machine": facts, "settings": settings, "chats": [], "mixed": []}
+    ours = our_servers(models, several, settings["threads"])
+    theirs = llama_servers(llama_server, ggufs, vocab, settings["threads"])
+    record: dict[str, Any] = {"machine": facts, "settings": settings | {"options": several}, "chats": [], "mixed": []}
     for load in loads:
         if load == "mixed":
-            record["mixed"] = [measure_mixed(model, settings) for model in models]
+            record["mixed"] = [measure_mixed(model, options, settings) for model in models for options in several]
         else:
             record["chats"] += measure_chats(load, ours, theirs, settings)
         if json_path:
