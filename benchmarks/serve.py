@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from serving import CHATS, Server, ServerProcess, chats, figures, llama_command,
 from minifloat import Checkpoint
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.evaluate.bench.figures import CpuTime, MachineUse
-from minifloat.kernels.processors import bound_spin
 
 MEBI = 1 << 20
 ALLOWED_BYTES = 700 * MEBI
@@ -185,15 +184,16 @@ def llama_servers(binary: Path | None, ggufs: Sequence[Path], vocab: int, thread
     def start(gguf: Path, clients: int, prefix: int) -> ServerProcess:
         longest = prefix + max(map(sum, CHATS))
         context = -(-longest // SLOT_STEP) * SLOT_STEP
-        command = llama_command(binary, gguf, threads=threads, slots=clients, context=context, shares=prefix > 0)
+        command = llama_command(binary, gguf, threads=threads, slots=clients, context=context)
         return ServerProcess(command, "/health", {}, vocab)
 
     return {f"llama.cpp {gguf.name}": partial(start, gguf) for gguf in ggufs}
 
 
-def measure_chats(load: str, ours: dict[str, Start], theirs: dict[str, Start], settings: dict[str, Any]) -> list[Any]:
-    """Measure one load of chats of all servers in turn, print each row at once, and return the rows for JSON."""
-    rows = []
+def measure_chats(
+    load: str, ours: dict[str, Start], theirs: dict[str, Start], settings: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Measure one load of chats of all servers in turn, print each row, and yield it for JSON."""
     prefix = settings["shared_prefix"] if load == "shared" else 0
     print_header()
     for clients in settings["concurrency"]:
@@ -205,9 +205,8 @@ def measure_chats(load: str, ours: dict[str, Start], theirs: dict[str, Start], s
                 use = MachineUse.between(before, CpuTime.now([server.process.pid]))
             runs[name] = run | {"others": use and use.others}
             print_run(load, clients, name, runs[name])
-            rows.append({"load": load, "clients": clients, "server": name} | runs[name])
+            yield {"load": load, "clients": clients, "server": name} | runs[name]
         print_bars(clients, *({name: runs[name] for name in kind} for kind in (ours, theirs)))
-    return rows
 
 
 @click.command(help=__doc__.split("\n")[0])
@@ -241,7 +240,6 @@ def main(
     **settings: Any,
 ) -> None:
     """Measure a server for each of the checkpoints MODELS, and llama.cpp's server for each file."""
-    bound_spin()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     facts = instruction_sets.machine(settings["threads"])
     click.echo(instruction_sets.describe(facts))
@@ -252,11 +250,13 @@ def main(
     record: dict[str, Any] = {"machine": facts, "settings": settings | {"options": several}, "chats": [], "mixed": []}
     for load in loads:
         if load == "mixed":
-            record["mixed"] = [measure_mixed(model, options, settings) for model in models for options in several]
+            found = (measure_mixed(model, options, settings) for model in models for options in several)
         else:
-            record["chats"] += measure_chats(load, ours, theirs, settings)
-        if json_path:
-            json_path.write_text(json.dumps(record, indent=1))
+            found = measure_chats(load, ours, theirs, settings)
+        for row in found:
+            record["mixed" if load == "mixed" else "chats"].append(row)
+            if json_path:
+                json_path.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

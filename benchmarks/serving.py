@@ -200,11 +200,11 @@ class Server(ServerProcess):
         return {"own_cpu": (last["own_cpu"] - first["own_cpu"]) / seconds, "outside_steps": 1 - steps / seconds}
 
 
-def llama_command(binary: Path, gguf: Path, *, threads: int, slots: int, context: int, shares: bool) -> list[str]:
+def llama_command(binary: Path, gguf: Path, *, threads: int, slots: int, context: int) -> list[str]:
     """Return the command of llama.cpp's server with as many slots as clients, each of `context` tokens.
 
-    Prompts are kept in memory (`--cache-ram`) only where later prompts begin like them: else it is time for nothing.
-    The sampler is the cheapest one that is greedy.
+    A slot keeps what its next prompt begins with; copies of slots in memory (`--cache-ram`) would cost time and save
+    none. The sampler is the cheapest one that is greedy.
     """
     options = {
         "model": gguf,
@@ -213,7 +213,7 @@ def llama_command(binary: Path, gguf: Path, *, threads: int, slots: int, context
         "parallel": slots,
         "ctx-size": slots * context,
         "flash-attn": "on",
-        "cache-ram": 1024 if shares else 0,
+        "cache-ram": 0,
         "samplers": "top_k",
         "top-k": 1,
         "log-verbosity": 1,

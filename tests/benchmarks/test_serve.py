@@ -31,9 +31,9 @@ def serving(serve: ModuleType) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("prefix", "context", "cache"), [(0, "768", "0"), (256, "1024", "1024")])
+@pytest.mark.parametrize(("prefix", "context"), [(0, 768), (256, 1024)])
 def test_the_server_of_llama_cpp_starts_with_a_slot_per_client(
-    serve: ModuleType, tmp_path: Path, prefix: int, context: str, cache: str
+    serve: ModuleType, tmp_path: Path, prefix: int, context: int
 ) -> None:
     binary, seen = tmp_path / "llama-server", tmp_path / "seen"
     binary.write_text(f'#!/bin/sh\necho "$@" > {seen}\nexit 3\n')
@@ -46,8 +46,7 @@ def test_the_server_of_llama_cpp_starts_with_a_slot_per_client(
     options = dict(zip(words, words, strict=True))
     assert options["--model"] == "it.gguf"
     assert (options["--threads"], options["--threads-batch"], options["--parallel"]) == ("2", "2", "8")
-    assert options["--ctx-size"] == str(8 * int(context))
-    assert options["--cache-ram"] == cache
+    assert options["--ctx-size"] == str(8 * context)
     assert int(options["--port"]) > 0
 
 
@@ -85,14 +84,14 @@ def test_a_server_is_measured_through_its_socket(tmp_path: Path, llama_folder: P
     shutil.copytree(llama_folder, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    short = ("--concurrency", "2", "--seconds", "2", "--threads", "1", "--mixed-prompt", "16", "--pause", "0.01")
+    short = ("--concurrency", "2", "--seconds", "1", "--threads", "1", "--mixed-prompt", "16", "--pause", "0.01")
     result = subprocess.run(
         [sys.executable, str(BENCHMARKS / "serve.py"), str(model), *short, "--mixed-output-len", "8", "--json", out],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(out.read_text())
