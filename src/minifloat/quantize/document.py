@@ -272,7 +272,7 @@ def _rounding_section(record: Record, *, verbose: bool = False) -> Section:
     weights = _weight_table(rounding)
     folded = (
         "Before that, factors that scale the input channels of some linears were folded into the norms and weights in "
-        "front of them: powers of two, which change no result, and where the scales of the format are powers of two "
+        "front of them: powers of two, which change no result, and in FP8 whose scales are powers of two "
         "other factors of single channels, by which weights are rounded once more. Norms and weights differ from the "
         "original's; the errors below are those of the codes against the folded weights."
     )

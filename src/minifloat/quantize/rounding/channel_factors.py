@@ -1,9 +1,10 @@
-"""Chooses factors for the few columns of a weight that hold most of its error, where scales are powers of two.
+"""Chooses factors for the few columns of an FP8 weight that hold most of its error, where scales are powers of two.
 
 In most models some single weights meet inputs that are hundreds of times as large as others ("super weights", Yu et
 al., arXiv 2411.07191), so that the error of one element is most of what a linear gets wrong. Under a scale amax / max
 such an element is the largest of its block, and exact. Under a power of two it is off by up to half a step of the
 format. A factor between two powers, folded into the column and out of what comes before, brings it back to a code.
+E2M1 is left out: there it brought nothing (docs/rounding.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.numerics.formats import E8M0
+from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 from minifloat.quantize.rounding.methods import Grid
 
@@ -28,8 +29,8 @@ _PIECE = 1 << 22
 
 
 def takes_factors(spec: WeightSpec) -> bool:
-    """Return whether the scales of a format are powers of two."""
-    return spec.scale is E8M0 or spec.rule is ScaleRule.RCEIL
+    """Return whether a format is E4M3 with scales that are powers of two."""
+    return spec.element is E4M3 and (spec.scale is E8M0 or spec.rule is ScaleRule.RCEIL)
 
 
 def channel_factors(readers: Sequence[tuple[Tensor, WeightSpec]], energy: Tensor, norm: Tensor | None = None) -> Tensor:
