@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from minifloat.calibration.rules import RULES
 from minifloat.commands.main import COMMANDS, main
 from minifloat.commands.options import SIZE
 from minifloat.commands.serve import serve
+from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE, PLANNED_HARDWARE
 from minifloat.engine.options import EngineOptions
 from minifloat.serve.server.settings import ServerSettings
 
@@ -197,6 +201,34 @@ def test_python_m_minifloat_runs_the_command_line() -> None:
         [sys.executable, "-m", "minifloat", "--version"], check=True, capture_output=True, text=True
     )
     assert result.stdout.startswith("minifloat, version ")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "names"),
+    [
+        ("quantize", "--rule", RULES),
+        ("calibrate", "--rule", RULES),
+        ("inspect", "--rule", RULES),
+        ("plan", "--hardware", PLANNED_HARDWARE),
+        ("check", "--hardware", ENGINE_HARDWARE),
+    ],
+)
+def test_the_help_of_an_option_has_every_name_that_it_takes(command: str, option: str, names: Iterable[str]) -> None:
+    text = _options(command)[option].help
+    assert [name for name in names if not re.search(rf"\b{name}\b", text or "")] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_help_with_at_most_one_default(command: str) -> None:
+    for name, option in _options(command).items():
+        assert option.help, name
+        assert not (option.show_default and "[default:" in option.help), f"{command} {name}: {option.help}"
+
+
+def _options(command: str) -> dict[str, click.Option]:
+    found = main.get_command(click.Context(main), command)
+    assert found is not None
+    return {option.opts[0]: option for option in found.params if isinstance(option, click.Option)}
 
 
 def test_the_help_lists_every_command_in_one_line() -> None:

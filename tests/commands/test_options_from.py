@@ -33,7 +33,7 @@ class Options(Base):
 
     Attributes:
         name: Name to use.
-        size: Memory to use.
+        size: Memory to use; None: all.
         pace: Tokens per second.
         share: Share of the memory.
         kind: Kind of the thing.

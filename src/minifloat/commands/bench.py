@@ -42,7 +42,7 @@ class _Sizes(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @click.argument("out", type=MODEL, required=False)
 @click.option("--baseline", type=MODEL, help="The checkpoint that OUT was made from: a folder or a model of the hub.")
 @revision_option("the baseline")
-@click.option("--shape", metavar="NAME", help="Instead of OUT: random weights of this shape, see below.")
+@click.option("--shape", metavar="NAME", help="Instead of OUT: random weights of one of the shapes above.")
 @click.option(
     "--scheme",
     shell_complete=complete_scheme,

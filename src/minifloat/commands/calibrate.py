@@ -15,6 +15,7 @@ from minifloat.commands.options import (
     json_option,
     print_json,
     revision_option,
+    rule_option,
     verbose_option,
 )
 from minifloat.commands.options_from import build, options_from
@@ -24,14 +25,16 @@ from minifloat.commands.options_from import build, options_from
 @click.argument("model", type=MODEL)
 @click.argument("stats", type=FOLDER)
 @revision_option()
-@click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Calibration set; repeatable.")
+@click.option(
+    "--data", "sources", multiple=True, required=True, metavar="DATA", help="Text to run, as above; repeatable."
+)
 @options_from(
     CalibrateOptions,
     without=("work_dir", "device", "dtype", "rule", "max_saturation", "own_text_file", "revision"),
     until_stable={"metavar": "TOLERANCE"},
 )
 @device_option()
-@click.option("--rule", default="max", show_default=True, help="For the table that is printed; STATS suits every rule.")
+@rule_option("Rule of the table that is printed, where STATS suits every rule")
 @click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
 @verbose_option("module")
 @json_option()

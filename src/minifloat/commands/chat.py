@@ -14,10 +14,14 @@ from minifloat.commands.options import COUNT, env_option
 @env_option("--api-key", metavar="KEY", help="The server's key; better in the environment.")
 @click.option("--system", metavar="TEXT", help="System message: instructions to the model.")
 @click.option("--model", metavar="NAME", help="Its name on the server.  [default: the server's first]")
-@click.option("--temperature", type=click.FloatRange(min=0), help="0: greedy.  [default: the model's]")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
+@click.option("--temperature", type=click.FloatRange(min=0), help="Of sampling; 0: greedy.  [default: the model's]")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample among the most probable tokens that have this probability together.  [default: the model's]",
+)
 @click.option("--max-tokens", "-n", type=COUNT, help="Tokens per answer.  [default: to the end of the context]")
-@click.option("--seed", type=int)
+@click.option("--seed", type=int, help="Seed of sampling.  [default: another one each time]")
 @click.option("--stats", is_flag=True, help="Show tokens per second after each answer.")
 def chat(url: str, api_key: str | None, system: str | None, model: str | None, stats: bool, **sampling: Any) -> None:
     """Talk to the server at URL, line by line.

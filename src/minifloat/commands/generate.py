@@ -15,15 +15,27 @@ from minifloat.engine.options import EngineOptions
 @click.argument("model", type=MODEL)
 @click.argument("prompt")
 @revision_option()
-@click.option("--max-new-tokens", "-n", default=128, show_default=True, type=COUNT)
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy.")
-@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
-@click.option("--seed", type=int, help="For sampling.")
+@click.option("--max-new-tokens", "-n", default=128, show_default=True, type=COUNT, help="Tokens to add at most.")
+@click.option(
+    "--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="Of sampling; 0: greedy."
+)
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample among the most probable tokens that have this probability together.",
+)
+@click.option("--seed", type=int, help="Seed of sampling.  [default: another one each time]")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
 @options_from(
     EngineOptions,
     only=("device", "lm_head", "activations", "deterministic"),
-    activations={"type": click.Choice(["bf16", "int8"]), "default": "bf16"},
+    activations={
+        "type": click.Choice(["bf16", "int8"]),
+        "default": "bf16",
+        "help": "Inputs of linears, for prompts. int8: rounded, faster, less exact.",
+    },
 )
 @threads_option()
 def generate(

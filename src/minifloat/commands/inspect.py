@@ -7,7 +7,16 @@ from pathlib import Path
 
 import click
 
-from minifloat.commands.options import FOLDER, MODEL, json_option, print_json, revision_option, show, verbose_option
+from minifloat.commands.options import (
+    FOLDER,
+    MODEL,
+    json_option,
+    print_json,
+    revision_option,
+    rule_option,
+    show,
+    verbose_option,
+)
 from minifloat.commands.report import require_writable, write_page
 
 
@@ -16,7 +25,7 @@ from minifloat.commands.report import require_writable, write_page
 @revision_option()
 @verbose_option()
 @json_option()
-@click.option("--rule", default="max", show_default=True, help="For activation statistics: how they become scales.")
+@rule_option("How activation statistics become static scales")
 @click.option("--plot", type=FOLDER, help="Draw an HTML file; of a checkpoint it reads a sample of the weights.")
 def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule: str, plot: Path | None) -> None:
     """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only, on the hub too.

@@ -26,7 +26,7 @@ COMMANDS = {
     "check": "Say whether an engine will load a checkpoint.",
     "compare": "Decide whether quantized checkpoints are still the same model.",
     "generate": "Continue a prompt.",
-    "serve": "Serve a checkpoint behind OpenAI's API.",
+    "serve": "Serve a checkpoint behind OpenAI's and Anthropic's APIs.",
     "bench": "Measure the memory and latency that a quantized checkpoint gains.",
     "report": "Show the results of quantize, compare and bench on a checkpoint.",
     "chat": "Talk to a server in the terminal.",

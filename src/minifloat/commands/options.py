@@ -108,6 +108,17 @@ def threads_option() -> Callable[[_Command], _Command]:
     return click.option("--threads", type=COUNT, help="Threads to compute with.  [default: torch's]")
 
 
+def rule_option(text: str) -> Callable[[_Command], _Command]:
+    """Return the option of a calibration rule; `text` says what it is for."""
+    return click.option(
+        "--rule",
+        default="max",
+        show_default=True,
+        metavar="NAME[:OPTION=VALUE]",
+        help=f"{text}: max, percentile or mse.",
+    )
+
+
 #: Of `--speculate`, which is "self" without a value.
 SPECULATE = {"is_flag": False, "flag_value": "self"}
 

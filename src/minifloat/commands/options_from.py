@@ -101,7 +101,8 @@ def _settings(options: type, field: Field[Any], text: str) -> dict[str, Any]:
         help_text = f"Do not {verb[:1].lower()}{verb[1:]}" if default else verb[:1].upper() + verb[1:]
         return {"is_flag": True, "help": help_text} | ({"callback": _negate} if default else {})
     sentence, separator, of_none = re.sub(r"\.$", "", text).partition("; None: ")
-    settings: dict[str, Any] = {"help": f"{sentence}.  [default: {of_none}]" if separator else f"{sentence}."}
+    shows_none = separator and default is None
+    settings: dict[str, Any] = {"help": f"{sentence}.  [default: {of_none}]" if shows_none else f"{sentence}."}
     inner = _without_none(annotation)
     if get_origin(inner) is tuple:
         return settings | {"multiple": True, "type": _click_type(get_args(inner)[0])}

@@ -22,7 +22,13 @@ from minifloat.deploy.options import PlanOptions
     metavar="NAME|all",
     help="What to quantize to.",
 )
-@click.option("--hardware", default="cpu", show_default=True, metavar="NAME", help="cpu (this machine), h100, ...")
+@click.option(
+    "--hardware",
+    default="cpu",
+    show_default=True,
+    metavar="NAME",
+    help="cpu (this machine), a100-40, a100-80, l40s, rtx4090, h100, h200, b200, mi300x, mi325x or mi355x.",
+)
 @options_from(PlanOptions, bandwidth={"metavar": "GB/S"}, peak={"metavar": "TFLOP/S"})
 @json_option()
 def plan(model: str, revision: str | None, scheme: str, hardware: str, as_json: bool, **values: Any) -> None:

@@ -21,6 +21,7 @@ from minifloat.commands.options import (
     override_options,
     overrides_of,
     revision_option,
+    rule_option,
     show,
     verbose_option,
 )
@@ -72,9 +73,19 @@ def _scheme_help() -> str:
 @click.option(
     "--calibration-seq-len", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 512; 256 with --data]"
 )
-@click.option("--calibration-seed", default=0, show_default=True, type=int, help="Choice of documents, and of self.")
-@click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
-@click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
+@click.option(
+    "--calibration-seed",
+    default=0,
+    show_default=True,
+    type=int,
+    help="Seed of the choice of documents and of own text.",
+)
+@rule_option("How statistics become static scales")
+@click.option(
+    "--max-saturation",
+    type=click.FloatRange(0, 1),
+    help="Largest fraction of held-out inputs that may saturate.  [default: no limit]",
+)
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
 @options_from(
     QuantizeOptions,

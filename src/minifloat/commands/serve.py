@@ -48,7 +48,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @options_from(vllm.VllmOptions, only=vllm.ONLY_VLLM, group="vLLM", environment=True)
 @env_option("--print-command", is_flag=True, help="Print vLLM's command, and start nothing.")
 def serve(model: str, vllm_arguments: tuple[str, ...], engine: str, **values: Any) -> None:
-    """Serve the checkpoint MODEL behind OpenAI's API, with a status page at /.
+    """Serve the checkpoint MODEL behind OpenAI's and Anthropic's APIs, with a status page at /.
 
     Every option is an environment variable too: --max-model-len is MINIFLOAT_MAX_MODEL_LEN. SIGTERM and Ctrl-C finish
     the admitted requests; a second one ends at once.

@@ -17,7 +17,7 @@ class EngineOptions:
     """How an engine opens a model and runs it.
 
     Attributes:
-        device: "cpu", "cuda" or "cuda:N".
+        device: Where to compute: cpu, cuda or cuda:N.
         dtype: Dtype of the activations; None: that of config.json.
         max_model_len: Tokens of the longest sequence, prompt and answer; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit.
@@ -32,7 +32,7 @@ class EngineOptions:
             weights): rounded, faster, less exact; auto: fp8 on a GPU where the checkpoint declares it, else bf16.
         prefix_cache: Share the keys and values of equal beginnings of prompts, and copies of states there.
         speculate: Draft tokens that one step verifies together, by the model's own copy in MXFP4 (self), by what
-            followed the same tokens before (prompt) or by another model (draft); None: no, or draft with `draft`.
+            followed the same tokens before (prompt) or by another model (draft); None: no, unless `draft` is given.
         draft: A smaller model that drafts, of the same tokenizer: a folder or a model of the hub.
         draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
         task: What a checkpoint does that states how it makes a vector or a score of a text. auto: that; generate: it

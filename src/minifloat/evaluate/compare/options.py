@@ -18,9 +18,7 @@ class Tolerance:
     Attributes:
         max_ppl_increase: Largest relative increase of perplexity, per text.
         max_kl: Largest mean KL divergence in nats per token.
-        min_same_top1: Smallest same top-1, the share of tokens at which both have the same most probable token. The
-            default lies between the schemes of 8 bits, which kept 93.7% or more, and those of 4 bits, which kept 90.6%
-            or less (two models, four texts: docs/results.md).
+        min_same_top1: Smallest same top-1, the share of tokens at which both have the same most probable token.
         margin: How far beyond its bound an interval that contains the bound may end, as a share of the loss that the
             bound allows: with 10% a perplexity increase of 1% may end at 1.1%, and a same top-1 of 92%, which allows a
             loss of 8%, at 91.2%.
