@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -138,23 +139,24 @@ def test_two_processes_that_share_every_matrix_answer_as_one(
 def test_a_cache_in_fp8_costs_what_it_costs_in_our_engine(
     folders: Mapping[str, Path], answers: Mapping[str, Any]
 ) -> None:
-    """The errors are of one size; both engines round keys and values of other sums."""
+    """Medians, since at one position, where a token is almost certain, both engines have several times the error."""
     folder, found = folders["fp8-kv"], answers_of(answers["fp8-kv"])
-    theirs, rounding = Reference(folder, weight_only=True).distance(found)
     engine = Engine(folder, EngineOptions(dtype="bfloat16", kv_cache_dtype="fp8"))
+    without = Engine(folder, EngineOptions(dtype="bfloat16", kv_cache_dtype="bfloat16"))
     model = load(folder, LoadOptions(dtype=torch.float32, weight_only=True))
-    errors = []
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=20)
+    theirs, ours, rounding = [], [], []
     for answer in found:
         tokens = [*answer.prompt, *answer.tokens]
         with torch.inference_mode():
-            exact = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=20)
-        (scored,) = engine.generate([tokens], params)
-        for position, entry in enumerate((scored.prompt_logprobs or ())[1:]):
-            assert entry is not None
-            errors += [top.logprob - float(exact[position, top.token]) for top in entry.top]
-    ours = torch.tensor(errors).square().mean().sqrt()
-    assert 2 * rounding < theirs < 1.5 * ours
+            exact = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1).tolist()
+        theirs += [abs(top[token] - exact[place][token]) for place, top in enumerate(answer.top) for token in top]
+        for one, errors in ((engine, ours), (without, rounding)):
+            (scored,) = one.generate([tokens], params)
+            for place, entry in enumerate((scored.prompt_logprobs or ())[1:]):
+                assert entry is not None
+                errors += [abs(top.logprob - exact[place][top.token]) for top in entry.top]
+    assert 2 * median(rounding) < median(theirs) < 1.5 * median(ours)
 
 
 @pytest.mark.parametrize("name", REFUSED_WITHOUT)
