@@ -25,7 +25,7 @@ import click
 import instruction_sets
 import jsonschema_rs
 from serve import verdict
-from serving import HOST, Answer, Server
+from serve_process import HOST, Answer, Server
 
 from minifloat.engine.cache import BLOCK_TOKENS
 from minifloat.kernels.processors import bound_spin

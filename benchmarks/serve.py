@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 import instruction_sets
-from serving import CHATS, Server, ServerProcess, chats, figures, llama_command, prompt_of
+from serve_process import CHATS, Server, ServerProcess, chats, figures, llama_command, prompt_of
 
 from minifloat import Checkpoint
 from minifloat.checkpoint import CONFIG_FILE

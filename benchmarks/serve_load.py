@@ -31,7 +31,7 @@ from typing import Any
 
 import click
 import psutil
-from serving import HOST, free_port
+from serve_process import HOST, free_port
 
 STORYBOOK = Path(__file__).parents[1] / "examples" / "storybook-4m"
 BEGINNINGS = ("Once upon a time", "The little dog", "One day, a girl", "In the forest", "Tom and Lily", "The sun was")

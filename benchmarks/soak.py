@@ -28,7 +28,7 @@ from typing import Any
 import click
 import psutil
 from serve_load import KINDS, SLOW, STORYBOOK, Load, start, work_of
-from serving import HOST, free_port
+from serve_process import HOST, free_port
 
 _STOPS = (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)
 _SHARE = 0.1  #: of the time: the life of each of the first servers, and when memory is to be flat from

@@ -26,8 +26,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def serving(serve: ModuleType) -> ModuleType:
-    module: ModuleType = sys.modules["serving"]
+def serve_process(serve: ModuleType) -> ModuleType:
+    module: ModuleType = sys.modules["serve_process"]
     return module
 
 
@@ -56,11 +56,11 @@ def test_a_file_for_llama_cpp_needs_its_server(serve: ModuleType) -> None:
         serve.llama_servers(None, [Path("it.gguf")], 100, 2)
 
 
-def test_figures_count_what_lies_between_two_times(serving: ModuleType) -> None:
-    before = serving.Answer(sent=0.0, tokens=6, received=[1.0, 10.5, 11.0])  # two tokens per event; began before
-    within = serving.Answer(sent=11.0, received=[13.0, 13.5, 21.0])  # not finished
-    waiting = serving.Answer(sent=16.0)
-    found = serving.figures([before, within, waiting], 10.0, 20.0)
+def test_figures_count_what_lies_between_two_times(serve_process: ModuleType) -> None:
+    before = serve_process.Answer(sent=0.0, tokens=6, received=[1.0, 10.5, 11.0])  # two tokens per event; began before
+    within = serve_process.Answer(sent=11.0, received=[13.0, 13.5, 21.0])  # not finished
+    waiting = serve_process.Answer(sent=16.0)
+    found = serve_process.figures([before, within, waiting], 10.0, 20.0)
     assert found["completed"] == 1
     assert found["output_throughput"] == pytest.approx(4 * 2 / 10)
     assert found["median_ttft_ms"] == pytest.approx(3000)  # of 2 s, and of 4 s that are waited

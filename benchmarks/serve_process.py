@@ -1,7 +1,7 @@
 """Servers in processes of their own, clients that chat with them, and what the Python of `minifloat serve` costs.
 
 The parts of `serve.py` and `agents.py`. As a script this file is minifloat's command line, which also appends samples
-of its cost to a file: `python benchmarks/serving.py SAMPLES serve MODEL ...`.
+of its cost to a file: `python benchmarks/serve_process.py SAMPLES serve MODEL ...`.
 """
 
 from __future__ import annotations
