@@ -44,4 +44,6 @@ def test_rows_that_share_experts_do_not_read_them_again(scheme: str) -> None:
     experts = PackedExperts(copies)
     each = seconds(experts, [1] * EXPERTS)
     shared = seconds(experts, [EXPERTS // SHARED] * SHARED + [0] * (EXPERTS - SHARED))
-    assert shared < 0.5 * each  # the same number of rows; an eighth of the bytes
+    # The same number of rows, and an eighth of the bytes. Where products of MXFP4 are multiplied in float32, they take
+    # more than half of the time, so that the bound leaves room for them: rows that read again would have about 1.
+    assert shared < 0.75 * each
