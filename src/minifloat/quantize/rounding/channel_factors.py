@@ -18,7 +18,7 @@ from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 from minifloat.quantize.rounding.methods import Grid
 
-#: Factors from ``2**-0.5`` to ``2**0.5`` that are tried.
+#: Factors from ``2**-0.5`` to ``2**0.5`` that are tried; one of them is 1.
 _TRIED = 16
 #: Columns of a place that may get a factor, and the share of the error that one must have.
 _COLUMNS, _SHARE = 8, 0.02
@@ -50,10 +50,10 @@ def channel_factors(readers: Sequence[tuple[Tensor, WeightSpec]], energy: Tensor
         tried = [2.0 ** (step / _TRIED - 0.5) for step in range(_TRIED)]
         if norm is not None:
             tried = [_exact(norm[column], factor) for factor in tried]
-        losses = [sum(_loss(reader, energy, column, factor) for reader in readers) for factor in (1.0, *tried)]
-        best = min(range(len(tried)), key=lambda index: losses[1 + index])
-        if losses[0] - losses[1 + best] > _GAIN * total:
-            factors[column] = tried[best]
+        losses = {factor: sum(_loss(reader, energy, column, factor) for reader in readers) for factor in tried}
+        best = min(losses, key=losses.__getitem__)
+        if losses[1.0] - losses[best] > _GAIN * total:
+            factors[column] = best
     return factors
 
 

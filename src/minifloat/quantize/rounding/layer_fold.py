@@ -260,12 +260,13 @@ class LayerFold:
         norm = before.cpu() if site.kind is FoldKind.NORM else None
         factors = channel_factors([(weight.cpu(), part.scheme.weight) for weight, part in readers], energy, norm)
         columns = (factors != 1).nonzero()[:, 0].to(before.device)
+        if not len(columns):
+            return factors
         chosen = factors.to(before.device)[columns]
         for weight, _ in readers:
             weight[:, columns] = (weight[:, columns] * chosen).to(weight.dtype)
         before[columns] = (before[columns] / (chosen if norm is not None else chosen[:, None])).to(before.dtype)
-        if len(columns):
-            self.changed.update(site.tensors)
+        self.changed.update(site.tensors)
         if norm is None:
             self.output_factors[self._modules_of(producer)[0]] = factors
         return factors
