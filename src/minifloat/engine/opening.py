@@ -35,6 +35,7 @@ from minifloat.errors import UsageError
 from minifloat.kernels import native
 from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache
 from minifloat.kernels.decoder_layout import AttentionLayout
+from minifloat.kernels.linear import int8
 from minifloat.kernels.paged import PagedCache
 from minifloat.model.architecture.decoder import NotNative, why_not_on_device
 from minifloat.model.architecture.decoder_config import read_config
@@ -93,7 +94,7 @@ def open_model(
     folder = Path(path)
     with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
         description = describe(checkpoint)
-        int8 = options.activations == "int8" and allows_int8("int8", description, device, impl=options.impl)
+        rounds = options.activations == "int8" and allows_int8("int8", description, device, impl=options.impl)
         if options.activations == "fp8" and device.type == "cpu" and options.runner != "device":
             raise UsageError(
                 f"activations fp8: only GPUs multiply in FP8, and the model goes to {device}; CPUs have int8"
@@ -105,6 +106,15 @@ def open_model(
         loaded, reason = _load(checkpoint, description, options, before_weights, pooling, inspection.nbytes)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
     runner = loaded.runner
+    may_round = formats and options.activations == "auto" and not options.deterministic
+    if may_round and runner.name == "native" and not int8.why_not():
+        _LOG.info(
+            "inputs of the linears stay in %s; --activations int8 rounds them, and multiplies prompts and batches "
+            "%s times as fast with kernels of %s",
+            _dtype_name(loaded.dtype),
+            int8.GAIN,
+            native.isa(),
+        )
     info = ModelInfo(
         name=model_name(folder),
         path=str(folder),
@@ -115,7 +125,7 @@ def open_model(
         scheme=" and ".join(formats) or "none",
         dtype=_dtype_name(loaded.dtype),
         lm_head=loaded.lm_head,
-        activations="int8" if int8 else "fp8" if runner.prefill_bytes else _dtype_name(loaded.dtype),
+        activations="int8" if rounds else "fp8" if runner.prefill_bytes else _dtype_name(loaded.dtype),
         weight_bytes=inspection.nbytes,
         bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
         step_bytes=runner.weight_bytes,

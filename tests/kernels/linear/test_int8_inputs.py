@@ -18,7 +18,6 @@ from kernel_cases import (
     Packed,
     Stored,
     assert_close,
-    assert_within_bar,
     bits,
     finite_codes,
     fits,
@@ -52,18 +51,36 @@ def groups(matrix: torch.Tensor, cols: int = GROUP) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % cols)).reshape(matrix.shape[0], -1, cols)
 
 
-def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
+def rounded_inputs(x: torch.Tensor, largest: int = 127) -> torch.Tensor:
     """`x` ``[M, K]`` in float64, rounded; the scale and its inverse are float32, as in the kernel."""
     parts = groups(x.float())
     amax = parts.abs().amax(2, keepdim=True).clamp_min(2.0**-100)
-    integers = (parts * torch.div(torch.full_like(amax, 127), amax)).round()
-    return (integers.double() * (amax / 127).double()).flatten(1)[:, : x.shape[1]]
+    integers = (parts * torch.div(torch.full_like(amax, largest), amax)).round()
+    return (integers.double() * (amax / largest).double()).flatten(1)[:, : x.shape[1]]
 
 
-def rounded_weight(stored: Stored) -> torch.Tensor:
-    """The weight ``[N, K]`` in float64, rounded."""
+@dataclasses.dataclass
+class Rounded:
+    """A weight ``[N, K]`` in float64 as kernels round it, and the largest integer of its inputs."""
+
+    weight: torch.Tensor
+    largest: int = 127
+
+
+def rounded(stored: Stored, kernels: Kernels) -> Rounded:
+    """A weight as the kernels of an instruction set round it."""
+    if stored.kind.element in FLOATS:
+        return Rounded(stored.values())
     elements = values_of(E4M3 if stored.kind.element is Element.E4M3 else E2M1)[stored.codes.long()]
     scales, factor = stored.scale_values(), float(torch.tensor(stored.factor, dtype=torch.float32))
+    if kernels.library.isa == "avx2":
+        if stored.kind.element is Element.E2M1:
+            return Rounded(stored.values())
+        # The largest exponent becomes that of 2^13; subnormal numbers have the exponent of the smallest normal ones.
+        exponent = torch.floor(torch.log2(groups(elements.abs()).amax(2, keepdim=True).clamp_min(2.0**-6)))
+        scaled = groups(elements) / torch.exp2(exponent - 13)
+        integers = (scaled.abs() + 0.5).floor() * scaled.sign() * torch.exp2(exponent - 13)
+        return Rounded(integers.flatten(1)[:, : elements.shape[1]] * scales * factor, 2047)
     if stored.kind.grid in (Grid.ROW, Grid.BLOCK):
         values, after = elements, scales * factor
         bounds = values.abs()
@@ -79,18 +96,16 @@ def rounded_weight(stored: Stored) -> torch.Tensor:
     scaled = groups(values) / unit
     away = (scaled.abs() + 0.5).floor() * scaled.sign()
     integers = away if stored.kind.grid is Grid.E4M3 else scaled.round()
-    return (integers * unit).flatten(1)[:, : values.shape[1]] * after
+    return Rounded((integers * unit).flatten(1)[:, : values.shape[1]] * after)
 
 
-def check(kernels: Kernels, packed: Packed, weight: torch.Tensor, x: torch.Tensor) -> None:
+def check(kernels: Kernels, packed: Packed, weight: Rounded, x: torch.Tensor) -> None:
     """Compare with the oracle where the kernel rounds; elsewhere the bits are those without `int8_inputs`."""
     result = kernels.linear(x, packed, int8_inputs=True)
     if kernels.rounds_inputs(packed, x):
-        oracle = rounded_inputs(x)
-        exact = product(oracle, weight)
-        assert_close(result, exact, oracle, weight)
-        if exact.any():
-            assert_within_bar(result, exact)
+        oracle = rounded_inputs(x, weight.largest)
+        exact = product(oracle, weight.weight)
+        assert_close(result, exact, oracle, weight.weight)
     else:
         assert torch.equal(bits(result), bits(kernels.linear(x, packed)))
 
@@ -105,7 +120,7 @@ def rounds(kernels: Kernels, kind: str) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
     stored = make(kind, 100, 228)
-    weight, packed = stored.values() if stored.kind.element in FLOATS else rounded_weight(stored), kernels.pack(stored)
+    weight, packed = rounded(stored, kernels), kernels.pack(stored)
     x = inputs(max(NUMBERS_OF_ROWS), 228)
     x[:, 7] *= 30
     for m in NUMBERS_OF_ROWS:
@@ -120,13 +135,13 @@ def test_ragged_shapes(kernels: Kernels, kind: str) -> None:
         stored = make(kind, rows, cols)
         packed = kernels.pack(stored)
         for m in (5, 13, 70):
-            check(kernels, packed, rounded_weight(stored), inputs(m, cols).bfloat16())
+            check(kernels, packed, rounded(stored, kernels), inputs(m, cols).bfloat16())
 
 
 @quantized
 def test_more_than_one_block_of_everything(kernels: Kernels, kind: str) -> None:
     stored = make(kind, 300, 1100)
-    packed, weight = kernels.pack(stored), rounded_weight(stored)
+    packed, weight = kernels.pack(stored), rounded(stored, kernels)
     for m in (200, 900):
         check(kernels, packed, weight, inputs(m, 1100).bfloat16())
 
@@ -150,7 +165,7 @@ def test_every_code_of_e4m3_next_to_every_largest_exponent(kernels: Kernels, kin
             pool = codes[(codes & 127) <= largest]
             drawn = torch.randint(len(pool), (GROUP,), generator=torch.Generator().manual_seed(row * 256 + begin))
             stored.codes[row, begin : begin + GROUP] = pool[drawn]
-    check(kernels, kernels.pack(stored), rounded_weight(stored), inputs(16, 256))
+    check(kernels, kernels.pack(stored), rounded(stored, kernels), inputs(16, 256))
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
@@ -161,7 +176,7 @@ def test_scales_of_a_group_may_lie_apart(kernels: Kernels, kind: str, apart: int
     stored.scales[:, 0::2] = 120
     stored.scales[:, 1::2] = 120 - apart
     stored.scales[10:20, 2:4] -= 60
-    check(kernels, kernels.pack(stored), rounded_weight(stored), inputs(16, 256))
+    check(kernels, kernels.pack(stored), rounded(stored, kernels), inputs(16, 256))
 
 
 def test_every_scale_of_nvfp4(kernels: Kernels) -> None:
@@ -172,7 +187,7 @@ def test_every_scale_of_nvfp4(kernels: Kernels) -> None:
         largest = max(row % 127, 1)
         stored.scales[row] = torch.randint(0, largest + 1, (16,), generator=random, dtype=torch.uint8)
     stored.scales[5, 3] |= 128  # no quantizer makes a negative scale, but a file may have one
-    check(kernels, kernels.pack(stored), rounded_weight(stored), inputs(16, 256))
+    check(kernels, kernels.pack(stored), rounded(stored, kernels), inputs(16, 256))
 
 
 @quantized
@@ -186,7 +201,7 @@ def test_blocks_and_rows_of_zeros(kernels: Kernels, kind: str) -> None:
     if stored.kind.grid is Grid.E8M0 and stored.scales is not None:
         stored.scales[:, 1] += 9  # a large scale of a block of zeros counts for nothing
     packed = kernels.pack(stored)
-    check(kernels, packed, rounded_weight(stored), inputs(16, 256))
+    check(kernels, packed, rounded(stored, kernels), inputs(16, 256))
     bias = inputs(1, 70)[0]
     zeros = kernels.linear(torch.zeros(16, 256), packed, bias, int8_inputs=True)
     assert torch.equal(zeros, bias.expand(16, -1))
@@ -223,7 +238,7 @@ def test_a_nan_in_the_weight_makes_its_row_nan(kernels: Kernels, kind: str) -> N
 @quantized
 def test_an_outlier_costs_accuracy_in_its_group_alone(kernels: Kernels, kind: str) -> None:
     stored = make(kind, 70, 256)
-    packed, weight = kernels.pack(stored), rounded_weight(stored)
+    packed, weight = kernels.pack(stored), rounded(stored, kernels)
     x = inputs(20, 256)
     x[:, 70] = 1e4
     check(kernels, packed, weight, x)
@@ -236,7 +251,7 @@ def test_an_outlier_costs_accuracy_in_its_group_alone(kernels: Kernels, kind: st
 @quantized
 def test_tiny_and_huge_inputs(kernels: Kernels, kind: str) -> None:
     stored = make(kind, 70, 200)
-    packed, weight = kernels.pack(stored), rounded_weight(stored)
+    packed, weight = kernels.pack(stored), rounded(stored, kernels)
     for factor in (1e-42, 1e-36, 1e-30, 1e30):
         check(kernels, packed, weight, inputs(16, 200) * factor)
 
@@ -272,11 +287,12 @@ def test_experts_give_the_bits_of_a_linear(kernels: Kernels, kind: str) -> None:
 def test_the_reference_rounds_like_the_kernel_and_rounding_costs_little(kernels: Kernels, scheme: str) -> None:
     weight = quantize_tensor(inputs(200, 512) * 0.02, SCHEMES[scheme].weight)
     x = inputs(40, 512, seed=2)
-    expected = linear(x, weight, int8_inputs=True)
     exact = product(x, weight.dequantize().double())
-    cost = float((expected.double() - exact).norm() / exact.norm())
-    assert 1e-3 < cost < COSTS[scheme]
     with native.using(kernels.library.isa):
+        expected = linear(x, weight, int8_inputs=True)
+        cost = float((expected.double() - exact).norm() / exact.norm())
+        words = kernels.library.isa == "avx2" and SCHEMES[scheme].weight.element is E4M3
+        assert (2e-4 if words else 1e-3) < cost < (5e-4 if words else COSTS[scheme])
         packed = pack(weight)
         result = linear(x, packed, int8_inputs=True)
         (fused, _) = linear_fused(x, [packed, packed], int8_inputs=True)
@@ -319,7 +335,7 @@ def test_int8_inputs_exclude_an_activation() -> None:
 
 def test_a_decoder_rounds_as_its_reference(kernels: Kernels) -> None:
     shape = Shape(heads=8, kv_heads=2, head_dim=64)
-    plain = random_decoder(shape, torch.float32, scheme="fp8")
+    plain = random_decoder(shape, torch.float32, scheme="mxfp4")
     decoder = dataclasses.replace(plain, int8_inputs=True)
     with native.using(kernels.library.isa):
         logits, reference, unrounded = (
@@ -332,5 +348,5 @@ def test_a_decoder_rounds_as_its_reference(kernels: Kernels) -> None:
         """The median over tokens: of a few an input lies next to a tie, and rounds the other way."""
         return float(((one - other).norm(dim=1) / other.norm(dim=1)).median())
 
-    assert distance(unrounded, reference) > 1e-2
+    assert distance(unrounded, reference) > 1e-3
     assert distance(logits, reference if rounds else unrounded) < 1e-5

@@ -14,6 +14,11 @@ const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] 
     // A group of columns that share a scale of x has one scale of W.
     if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
     return &kInt8Path;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const int64_t min_rows = w.element == MINIFLOAT_E2M1 ? 2 : 5;
+    if (m < min_rows || !is_quantized(w.element)) return nullptr;
+    if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
+    return &kInt8Path;
 #else
     return nullptr;
 #endif
