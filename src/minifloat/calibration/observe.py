@@ -28,6 +28,7 @@ from minifloat.calibration.stats import KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UnsupportedTensorError, UsageError
 from minifloat.kernels.observe import observe
+from minifloat.model.runtime.products import fast_products
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.histogram import BINS, MANTISSA_BITS, Counts, Floats
 
@@ -324,7 +325,7 @@ class Observer:
             row = ids[mask.bool()]
             if not row.numel():
                 continue
-            with self.sequence(self.sequences):
+            with self.sequence(self.sequences), fast_products():
                 self.model.base_model(input_ids=row[None].to(self.model.device), use_cache=False)
 
     def inputs(self) -> dict[str, ModuleStats]:

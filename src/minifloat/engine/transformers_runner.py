@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence as Sequences
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ from minifloat.engine.scheduler import Runner, WorkItem
 from minifloat.engine.sequence import Sequence
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.model.runtime.linear import QuantizedWeight
+from minifloat.model.runtime.products import fast_products
+
+#: Tokens from which a part of a prompt is worth the time that products in float32 cost for each operation.
+_PROMPT = 16
 
 #: Names of the cache in arguments and outputs of models: with attention; Mamba and xLSTM; RWKV.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
@@ -85,7 +90,8 @@ class TransformersRunner(Runner):
         arguments = {"use_cache": True, "logits_to_keep": max(work.logits, 1), **cached.arguments}
         if start and self._takes_positions:  # some models count from 0 in each call (Bamba)
             arguments["position_ids"] = torch.arange(start, work.end, device=ids.device)[None]
-        output = self._model(input_ids=ids, **arguments)
+        with fast_products() if ids.shape[1] >= _PROMPT else nullcontext():
+            output = self._model(input_ids=ids, **arguments)
         self._caches[name] = _SequenceCache.of(output, work.end)
         logits: Tensor = output.logits[0]
         return logits[len(logits) - work.logits :].float().cpu()

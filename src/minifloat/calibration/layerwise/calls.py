@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from minifloat.calibration.sites import Sites
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import MinifloatError, UsageError
+from minifloat.model.runtime.products import fast_products
 
 _HIDDEN_STATES = "hidden_states"
 #: How often the arguments of layers are compared before they count as dependent on the layers' outputs.
@@ -58,7 +59,8 @@ class LayerCall:
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """Return the hidden states that the layer computes from `hidden`."""
         named = {_HIDDEN_STATES: hidden} if self.named else {}
-        result = layer(*(() if self.named else (hidden,)), *self.args, **named, **self.kwargs)
+        with fast_products():
+            result = layer(*(() if self.named else (hidden,)), *self.args, **named, **self.kwargs)
         output = result[0] if isinstance(result, tuple) else result
         if not isinstance(output, Tensor) or output.shape != hidden.shape or output.dtype != hidden.dtype:
             raise LayersNotSeparableError("a layer returns no hidden states of the shape and dtype that it gets")
@@ -116,7 +118,7 @@ class Capture:
     def logits_with_grad(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return what `logits` returns, with gradients where they are enabled."""
         result = (hidden,) if self._in_tuple else hidden
-        with _replaced_forwards(self.layers, lambda *_, **__: result):
+        with _replaced_forwards(self.layers, lambda *_, **__: result), fast_products():
             output: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return output
 

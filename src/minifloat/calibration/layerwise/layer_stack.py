@@ -26,6 +26,7 @@ from minifloat.kernels.linear import linear
 from minifloat.kernels.pack import PackedWeight, pack
 from minifloat.model.runtime.load import Loader
 from minifloat.model.runtime.names import Assignment, replace_forward
+from minifloat.model.runtime.products import fast_products
 from minifloat.model.runtime.tensors import TORCH_DTYPES
 
 
@@ -211,7 +212,7 @@ class LayerStack:
         It is zero where logits are not finite.
         """
         assert self._capture is not None  # `capture` was called
-        with self.weights.before_layers(), torch.enable_grad():
+        with self.weights.before_layers(), torch.enable_grad(), fast_products():
             hidden = hidden.requires_grad_()
             logits = self._capture.logits_with_grad(self._ids(sequence), hidden)[0].float()
             if not bool(logits.isfinite().all()):

@@ -40,6 +40,7 @@ from minifloat.model.runtime.inputs import INT8_INPUTS
 from minifloat.model.runtime.linear import QuantizedWeight
 from minifloat.model.runtime.lm_head import LoadedLmHead, lm_head_of
 from minifloat.model.runtime.load import LoadOptions, load_opened
+from minifloat.model.runtime.products import fast_products
 from minifloat.model.runtime.tensors import KVScales, kv_scales
 from minifloat.model.runtime.tokenizer import end_tokens
 from minifloat.numerics.cast import torch_dtype
@@ -212,7 +213,7 @@ class TransformersModel(Model):
         if cache is None and self.new_cache is not None:
             cache = self.new_cache()
         cached = {} if cache is None else {"past_key_values": cache}
-        with self.set_up():
+        with self.set_up(), fast_products():
             logits: Tensor = self.model(input_ids=ids, use_cache=cache is not None, **cached).logits
         return logits
 

@@ -24,6 +24,7 @@ from minifloat.calibration.layerwise.walk import LayerWork
 from minifloat.checkpoint.array_file import ArrayContent, ArrayFile
 from minifloat.checkpoint.progress import Progress
 from minifloat.kernels.rounding import ROW_BLOCK
+from minifloat.model.runtime.products import fast_products
 from minifloat.quantize.estimate import moment_tokens
 from minifloat.quantize.rounding.group_damage import DAMAGE_TOKENS, DamageRequest, Damages, LayerDamage
 from minifloat.quantize.rounding.layer import tensor_bytes
@@ -166,7 +167,8 @@ class _Gradients:
                 output = self.pool.restore(self._calls[number][index], for_backward=True).run(layer, hidden)
             ran = [path for path in paths if path in outputs]
             wanted = [hidden, *(outputs[path] for path in ran)]
-            of_hidden, *found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            with fast_products():
+                of_hidden, *found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
             entering.append(torch.zeros_like(hidden) if of_hidden is None else of_hidden)
             of_outputs = dict(zip(ran, found, strict=True))
             for path, module in modules.items():

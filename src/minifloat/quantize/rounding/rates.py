@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minifloat.kernels import native, processors, threads
 from minifloat.kernels.speed import read_bandwidth
+from minifloat.model.runtime.products import fast_products
 from minifloat.numerics.scheme import Scheme
 from minifloat.quantize.estimate import Rates
 from minifloat.quantize.rounding.cholesky import for_each_tile
@@ -42,7 +43,8 @@ def measure_rates(scheme: Scheme, dtype: torch.dtype, device: str | torch.device
 
     def passes() -> None:
         for start in range(0, _TOKENS, _LENGTH):
-            torch.nn.functional.linear(moved[start : start + _LENGTH], to_apply)
+            with fast_products():
+                torch.nn.functional.linear(moved[start : start + _LENGTH], to_apply)
         _wait(moved)
 
     def sums() -> Tensor:

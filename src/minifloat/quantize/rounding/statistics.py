@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.kernels.rounding import gram
+from minifloat.model.runtime.products import fast_products
 
 #: Rows that are multiplied together: enough for the product to run at full speed.
 CHUNK_ROWS = 4096
@@ -116,7 +117,8 @@ class Accumulator:
         if self._drift is not None:
             moved = Rows(inputs, rows.reference.to(inputs), rows.residual)
             adding = self._adding
-            lacking = moved.reference - inputs if adding is None else output_error(moved, adding.to(inputs), linear)
+            with fast_products():
+                lacking = moved.reference - inputs if adding is None else output_error(moved, adding.to(inputs), linear)
             _add_product(lacking, inputs, self._drift)
 
 
