@@ -16,6 +16,7 @@ from minifloat.errors import MinifloatError
 from minifloat.evaluate.bench.shapes import make_pair
 from minifloat.evaluate.bench.worker import Worker
 from minifloat.kernels.linear import int8
+from minifloat.kernels.processors import TeamOptions
 
 SHAPE = "tinyllama-1.1b"
 BASELINE = "transformers BF16"
@@ -120,7 +121,7 @@ class Ours:
             "activations": activations,
             "kv_cache_memory": sizes.batch * sizes.room * sizes.kv_bytes,
         }
-        self.worker = Worker(path, options, sizes.threads)
+        self.worker = Worker(path, options, TeamOptions(threads=sizes.threads))
         self.process = self.worker.process_id
         self.nbytes = int(self.worker.info["step_bytes"])
 

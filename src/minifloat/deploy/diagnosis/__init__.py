@@ -24,7 +24,7 @@ _WITHOUT = {
     "avx512_bf16": "no AMX: prompts and large batches are multiplied with AVX512_BF16",
     "avx512_vnni": "neither AMX nor an AVX512_BF16 faster than float32: prompts and batches are multiplied in float32",
     "avx512": "neither VNNI, AVX512_BF16 nor AMX: prompts and batches are multiplied in float32",
-    "avx2": "no AVX-512: vectors have half the width, and prompts and batches are multiplied in float32",
+    "avx2": "no AVX-512: vectors have half the width, and without --activations int8 batches are multiplied in float32",
     "baseline": "no vector instructions that the kernels know: every step is many times slower",
 }
 
