@@ -106,15 +106,8 @@ def open_model(
         loaded, reason = _load(checkpoint, description, options, before_weights, pooling, inspection.nbytes)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
     runner = loaded.runner
-    may_round = formats and options.activations == "auto" and not options.deterministic
-    if may_round and runner.name == "native" and not int8.why_not():
-        _LOG.info(
-            "inputs of the linears stay in %s; --activations int8 rounds them, and multiplies prompts and batches "
-            "%s times as fast with kernels of %s",
-            _dtype_name(loaded.dtype),
-            int8.GAIN,
-            native.isa(),
-        )
+    if formats and runner.name == "native":
+        _offer_int8(options, _dtype_name(loaded.dtype))
     info = ModelInfo(
         name=model_name(folder),
         path=str(folder),
@@ -382,6 +375,18 @@ def _load_transformers(
 def _dtype(options: EngineOptions) -> torch.dtype | None:
     dtype: torch.dtype | None = None if options.dtype is None else getattr(torch, options.dtype)
     return dtype
+
+
+def _offer_int8(options: EngineOptions, dtype: str) -> None:
+    """Log what rounded inputs would gain, where the user has not decided and this processor has the kernels."""
+    if options.activations == "auto" and not options.deterministic and not int8.why_not():
+        _LOG.info(
+            "inputs of the linears stay in %s; --activations int8 rounds them, and multiplies prompts and batches "
+            "%s times as fast with kernels of %s",
+            dtype,
+            int8.GAIN,
+            native.isa(),
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
