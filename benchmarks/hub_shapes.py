@@ -3,7 +3,7 @@
     python benchmarks/hub_shapes.py                      # all, in fp8-block and mxfp4
     python benchmarks/hub_shapes.py --only Qwen2.5 --data self
 
-A twin has one or two layers, a small vocabulary and at most 16 experts (`tests/support/hub_shapes.py`). Columns: what
+A twin has one or two layers, a small vocabulary and at most 16 experts (`tests/support/twins.py`). Columns: what
 the dry run with data, `plan` and `check` answer; seconds of `quantize` and the peak memory of its process, beside the
 bytes of the largest layer; how the engine runs it, seconds to load it and of a step of 16 tokens; and the relative
 error of its logits against transformers' code on the decoded weights. The largest twin takes 5 GB on the disk, and
@@ -23,7 +23,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from hub_configs import HUB_CONFIGS
-from hub_shapes import layer_bytes, quantize_twin, step_of, write_twin
+from twins import layer_bytes, quantize_twin, step_of, write_twin
 
 from minifloat import check_checkpoint, plan_model, preview_quantization
 from minifloat.errors import MinifloatError

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "src" / "minifloat"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "minifloat"
 MOST_LINES, MOST_PARAMETERS = 60, 8
 MOST_FILES, MOST_PACKAGES = 500, 13
 
@@ -51,3 +52,12 @@ def test_files_and_packages_are_few() -> None:
     packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
     assert len(files) <= MOST_FILES
     assert len(packages) <= MOST_PACKAGES
+
+
+def test_benchmarks_and_support_of_tests_share_no_module_name() -> None:
+    """mypy knows a module by its name alone, and benchmarks import some that support tests."""
+    benchmarks = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    support = {path.name for path in (ROOT / "tests" / "support").glob("*.py")}
+    assert benchmarks
+    assert support
+    assert benchmarks & support == set()

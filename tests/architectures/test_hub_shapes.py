@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hub_configs import HUB_CONFIGS
-from hub_shapes import EXPERTS, layer_bytes, quantize_twin, step_of, twin_config, write_twin
+from twins import EXPERTS, layer_bytes, quantize_twin, step_of, twin_config, write_twin
 
 from minifloat import PlanOptions, check_checkpoint, plan_model, preview_quantization
 from minifloat.deploy.check import LoadVerdict

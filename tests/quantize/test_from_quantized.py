@@ -24,8 +24,8 @@ from converting import (
     stored,
     transformers_logits,
 )
-from family_models import save_family_model
 from safetensors.torch import load_file
+from saved_families import save_family_model
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import logits_of, relative_difference, save_family_model
+from saved_families import logits_of, relative_difference, save_family_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from minifloat.checkpoint import Checkpoint

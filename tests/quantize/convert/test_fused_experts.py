@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from converting import dequantize
-from family_models import logits_of, relative_difference, save_family_model
 from safetensors.torch import load_file, save_file
+from saved_families import logits_of, relative_difference, save_family_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers import logging as transformers_logging
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agents import TEMPLATE
+from conversations import TEMPLATE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import MODEL, Answer, Client, running

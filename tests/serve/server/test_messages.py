@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import anthropic
 import pytest
-from agents import TEMPLATE, call, saying
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.beta_error_response import BetaErrorResponse
+from conversations import TEMPLATE, call, saying
 from fake_engine import FakeEngine
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from serving import MODEL, Answer, Client, running

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from agents import TEMPLATE, call, saying
+from conversations import TEMPLATE, call, saying
 from fake_engine import FakeEngine
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter, ValidationError

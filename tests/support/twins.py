@@ -106,14 +106,14 @@ def write_twin(name: str, folder: Path, *, data: bool = True) -> Path:
         end += info.nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+    with (folder / "model.safetensors").open("wb") as stored:
+        stored.write(len(encoded).to_bytes(8, "little") + encoded)
         if data:
             for info in tensors:
                 for block in _values(info):
-                    file.write(block)
+                    stored.write(block)
         else:
-            file.truncate(8 + len(encoded) + end)
+            stored.truncate(8 + len(encoded) + end)
     return folder
 
 
