@@ -27,7 +27,7 @@ import jsonschema_rs
 from serve import verdict
 from serve_process import HOST, Answer, Server
 
-from minifloat.engine.cache import BLOCK_TOKENS
+from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.processors import bound_spin
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -133,7 +133,7 @@ def overhead(server: Server, rounds: int, output_len: int) -> dict[str, dict[str
 
 def large_schema(size: int) -> dict[str, Any]:
     """Return a schema of about `size` bytes."""
-    properties = {}
+    properties: dict[str, Any] = {}
     generator = random.Random(size)
     while size > 0:
         name = f"property_{len(properties)}"

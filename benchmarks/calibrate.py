@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -24,7 +26,7 @@ from minifloat.calibration.observe import Observer
 from minifloat.kernels import native
 from minifloat.model.runtime.load import LoadOptions, load
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "max": {},
     "max and histograms": {"histogram": True},
     "max and channels": {"per_channel": True},
@@ -47,7 +49,7 @@ def main(checkpoint: Path, seq_len: int, rounds: int, device: str, threads: int)
     times: dict[str, list[float]] = {name: [] for name in ("plain", *KINDS)}
     for turn in range(rounds + 1):  # round 0 warms up
         for name, seconds in times.items():
-            elapsed = timed(lambda name=name: forward(model, ids, observers.get(name)), device)
+            elapsed = timed(partial(forward, model, ids, observers.get(name)), device)
             if turn:
                 seconds.append(elapsed)
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".layers." in name)

@@ -11,6 +11,7 @@ best result that any activation scale could reach.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -20,6 +21,7 @@ from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.options import CalibrateOptions
 from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
+from minifloat.evaluate.compare.summary import Summary
 
 RULES = ("max", "percentile:percentile=99.99", "mse")
 
@@ -49,8 +51,7 @@ def main(
                 report = quantize_checkpoint(model, out, "fp8-static", calibration=calibration)
                 if not floor_shown:
                     weights = CompareOptions(max_tokens=max_tokens, weight_only=True, prompts=0)
-                    floor = compare_models(model, out, texts, weights)
-                    (floor,) = floor.candidates
+                    (floor,) = compare_models(model, out, texts, weights).candidates
                     base = [f"{text.baseline_perplexity:.3f} | " for text in floor.texts]
                     click.echo(f"| | BF16 | | {' | '.join(base)} |")
                     click.echo(f"| | weight-only | | {' | '.join(_cells(floor.texts))} |")
@@ -61,7 +62,7 @@ def main(
             click.echo(f"| {name} | {rule} | {saturated:.1e} | {' | '.join(_cells(comparison.candidates[0].texts))} |")
 
 
-def _cells(summaries: tuple) -> list[str]:
+def _cells(summaries: Sequence[Summary]) -> list[str]:
     return [f"{text.candidate_perplexity:.3f} | {text.perplexity_ratio.value - 1:+.2%}" for text in summaries]
 
 

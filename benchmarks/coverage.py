@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def scores_of(pair: list[str], scores: Path, max_tokens: int) -> dict[str, np.nd
         found = scoring.scores(0, 0)
         index = np.unique(found.unit, return_inverse=True)[1]
         values = {"KL": found.kl, "change": found.candidate_nll - found.baseline_nll, "same top-1": found.agree}
-        sums = {name: np.bincount(index, value.astype(float)) for name, value in values.items()}
+        sums: dict[str, Any] = {name: np.bincount(index, value.astype(float)) for name, value in values.items()}
         np.savez(scores, sizes=np.bincount(index), **sums)
     with np.load(scores) as arrays:
         return {name: arrays[name].astype(float) for name in arrays.files}

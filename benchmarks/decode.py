@@ -37,7 +37,7 @@ from typing import Any
 import click
 import decode_report
 import instruction_sets
-from decode_engines import PIECES, SHAPE, Engine, Installed, Sizes, memory
+from decode_engines import COMMON, PIECES, SHAPE, Engine, Installed, Sizes, memory
 
 from minifloat.errors import MinifloatError
 from minifloat.evaluate.bench.figures import CpuTime, MachineUse
@@ -220,7 +220,7 @@ def main(
         for name, reason in missing.items():
             click.echo(f"missing: {name}: {reason}")
         names = [name for name in chosen[piece] if name not in missing]
-        if not missing or set(names) - set(decode_report.COMMON):
+        if not missing or set(names) - set(COMMON):
             plans[piece] = names
     results: list[decode_report.Piece] = []
     for piece, names in plans.items():

@@ -98,7 +98,7 @@ class Peer:
         assert self.child.stdout is not None
         line = self.child.stdout.readline()
         if not line:
-            raise MinifloatError(f"{self.child.args} ended with status {self.child.wait()}")
+            raise MinifloatError(f"{self.child.args!r} ended with status {self.child.wait()}")
         answer: dict[str, float] = json.loads(line)
         return answer
 

@@ -33,7 +33,8 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self.model: Any = loaded.eval()  # type: ignore[no-untyped-call, unused-ignore]
         embedding = self.model.get_input_embeddings().weight
         self.nbytes = sum(weight.nbytes for weight in self.model.parameters()) - embedding.nbytes
         self.length = length
@@ -246,7 +247,8 @@ class Vllm:
     def run(self, prompts: Prompts, output_len: int) -> Times:
         """Return the time to first token and the time of a decode step, in seconds."""
         params = self.vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-        engine, counts, times = self.engine.llm_engine, dict.fromkeys(map(str, range(len(prompts))), 0), []
+        engine, counts = self.engine.llm_engine, dict.fromkeys(map(str, range(len(prompts))), 0)
+        times: list[float] = []
         start = time.perf_counter()
         for name, prompt in zip(counts, prompts, strict=True):
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -260,7 +262,7 @@ class Vllm:
         return times[0], statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
-ENGINES = {
+ENGINES: dict[str, type[Transformers | LlamaCpp | OpenVino | Vllm]] = {
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
     "ik_llama.cpp": IkLlamaCpp,

@@ -60,7 +60,8 @@ def read_share(piece: Piece, row: dict[str, Any]) -> float | None:
     """Return the bytes of a step over its time and the read bandwidth of its round; None if the bytes are unknown."""
     if not row["bytes"]:
         return None
-    return statistics.median(row["bytes"] / b / s for b, s in zip(piece["bandwidths"], row["steps"], strict=True))
+    shares = [row["bytes"] / b / s for b, s in zip(piece["bandwidths"], row["steps"], strict=True)]
+    return float(statistics.median(shares))
 
 
 def doubts(piece: Piece) -> list[str]:

@@ -96,10 +96,11 @@ def decoder_of(name: str, layers: int) -> Decoder:
 
 def weight_bytes(decoder: Decoder) -> int:
     """Return the bytes of all weights that a step reads; the embedding is not counted."""
-    from minifloat.kernels.decoder import Mlp
+    from minifloat.kernels.decoder import Attention, Mlp
 
     total = decoder.lm_head.nbytes
     for layer in decoder.layers:
+        assert isinstance(layer.attention, Attention)
         assert isinstance(layer.mlp, Mlp)
         parts = [*layer.attention.qkv, layer.attention.out, *layer.mlp.gate_up, layer.mlp.down]
         total += sum(part.nbytes for part in parts)

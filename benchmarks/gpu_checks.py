@@ -86,8 +86,9 @@ def _worst_error(run: Run, name: str, weight: Tensor) -> float:
         expected = values.double() @ exact_weight.T
         poison = torch.full((m, weight.shape[0]), torch.nan, dtype=torch.bfloat16, device=run.device)
         del poison  # the allocator reuses this memory for the result
-        result = contender.multiply(x, contender.weights[0]).double()
-        errors.append(float((result - expected).norm() / expected.norm()))
+        result = contender.multiply(x, contender.weights[0])
+        assert isinstance(result, Tensor)
+        errors.append(float((result.double() - expected).norm() / expected.norm()))
     return max(errors, key=lambda error: (error != error, error))
 
 

@@ -55,8 +55,8 @@ def quantize(run: Run, weight: Tensor, spec: WeightSpec, amax: float) -> tuple[T
     """Return codes and scales of a bfloat16 weight from the GPU kernel; in a dry run from the CPU kernel."""
     if run.dry:
         data = weight.view(torch.uint8).numpy().reshape(-1)
-        rows = quantize_rows(data, "BF16", (weight.shape[0], weight.shape[1]), spec, tensor_amax=amax)
-        return torch.from_numpy(rows.codes), torch.from_numpy(rows.scales)
+        written = quantize_rows(data, "BF16", (weight.shape[0], weight.shape[1]), spec, tensor_amax=amax)
+        return torch.from_numpy(written.codes), torch.from_numpy(written.scales)
     from minifloat.kernels.quantize import triton
 
     rows, cols = weight.shape

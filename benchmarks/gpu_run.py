@@ -111,7 +111,7 @@ def clock(run: Run, calls: Sequence[Callable[[], object]], samples: int = 20, se
     """
     if run.device.type == "cpu":
         return timing_of([_seconds(calls) / len(calls) for _ in range(3)])
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     with torch.cuda.stream(stream):
         for call in (calls[0], *calls):  # warm up: compile, allocate, let libraries choose their kernels
             call()
@@ -126,12 +126,13 @@ def clock(run: Run, calls: Sequence[Callable[[], object]], samples: int = 20, se
 
 
 def replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call, unused-ignore]
     start.record()
     graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3
 
 
 def _seconds(calls: Sequence[Callable[[], object]]) -> float:

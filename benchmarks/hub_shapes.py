@@ -29,8 +29,8 @@ from minifloat import check_checkpoint, plan_model, preview_quantization
 from minifloat.errors import MinifloatError
 
 MIB = 1 << 20
-HEAD = ("model", "scheme", "dry run", "plan", "check", "quantize s", "peak MiB", "layer MiB", "runner", "load s")
-HEAD += ("step s", "error")
+HEAD = ["model", "scheme", "dry run", "plan", "check", "quantize s", "peak MiB", "layer MiB", "runner", "load s"]
+HEAD += ["step s", "error"]
 
 
 def answer(ask: Callable[[], object]) -> str:

@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,12 @@ def overhead(rounds: int) -> dict[str, float]:
     from minifloat.kernels.pack import pack
 
     weight, x = source("bf16", TINY), torch.randn(1, TINY[1]).to(torch.bfloat16)
+    assert isinstance(weight, torch.Tensor)
     packed = pack(source("fp8", TINY))
-    calls = {"F.linear": lambda: functional.linear(x, weight), "linear, fp8": lambda: linear(x, packed)}
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "F.linear": lambda: functional.linear(x, weight),
+        "linear, fp8": lambda: linear(x, packed),
+    }
     best = dict.fromkeys(calls, math.inf)
     for _ in range(rounds):
         for name, call in calls.items():

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -49,7 +49,7 @@ def make_model(folder: Path, scheme: str) -> Path:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder / "model")
     write_tokenizer(folder / "model")
     text = folder / "text.txt"
@@ -83,7 +83,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(folder: str, length: int, cache: str, threads: int) -> dict[str, Any]:
+def measure(folder: str, length: int, cache: Literal["bfloat16", "fp8"], threads: int) -> dict[str, Any]:
     """Run one prompt in this process and return its figures."""
     import torch
 

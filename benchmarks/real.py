@@ -204,7 +204,7 @@ def measure(
     model: Path, results: Path, cell: str, out: Path, options: list[str], texts: tuple[str, ...], max_tokens: int
 ) -> dict[str, Any]:
     """Quantize and compare, as far as the results lack it, and return what they have of this cell."""
-    known = load(results)["cells"].get(cell, {})
+    known: dict[str, Any] = load(results)["cells"].get(cell, {})
     if "quantize" not in known or not (out.exists() or "refused" in known["quantize"]):
         store(results, cell, "quantize", quantize(model, out, options))
         known = load(results)["cells"][cell]

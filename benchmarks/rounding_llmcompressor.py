@@ -19,6 +19,7 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -43,9 +44,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with open(arguments.tokens) as file:
         rows = [torch.tensor([row]) for row in json.load(file)]
-    data = torch.utils.data.DataLoader(
-        [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=None
-    )
+    batches = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    data: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list serves too
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     recipe = modifier(arguments.method, arguments.scheme, arguments.observer)

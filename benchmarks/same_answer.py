@@ -32,6 +32,7 @@ import torch
 
 from minifloat import quantize_checkpoint
 from minifloat.engine import Engine, EngineOptions, SamplingParams
+from minifloat.engine.options import Dtype
 from minifloat.kernels import native, threads
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -55,7 +56,7 @@ def prompts_of(engine: Engine, text: Path, count: int) -> list[tuple[int, ...]]:
 class Opened:
     """Engines of one model; each is made when it is needed."""
 
-    def __init__(self, model: Path, dtype: str, deterministic: bool) -> None:
+    def __init__(self, model: Path, dtype: Dtype, deterministic: bool) -> None:
         self.model, self.dtype, self.deterministic = model, dtype, deterministic
 
     def engine(self, **options: Any) -> Engine:
@@ -153,7 +154,7 @@ def default_models(folder: Path) -> list[Path]:
 @click.option("--answers/--no-answers", default=True, show_default=True, help="Count answers that differ.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of the activations.")
 def main(
-    models: tuple[Path, ...], text: Path, count: int, output_len: int, rounds: int, answers: bool, dtype: str
+    models: tuple[Path, ...], text: Path, count: int, output_len: int, rounds: int, answers: bool, dtype: Dtype
 ) -> None:
     """Print how many answers differ in each situation, and the speed with and without `deterministic`."""
     print(f"{native.isa()}, {threads.count()} threads, {count} prompts, {output_len} tokens each, {dtype}", flush=True)

@@ -249,6 +249,7 @@ def main(
     theirs = llama_servers(llama_server, ggufs, vocab, settings["threads"])
     record: dict[str, Any] = {"machine": facts, "settings": settings | {"options": several}, "chats": [], "mixed": []}
     for load in loads:
+        found: Iterator[dict[str, Any]]
         if load == "mixed":
             found = (measure_mixed(model, options, settings) for model in models for options in several)
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ import click
 from torch import Tensor
 
 from minifloat.engine import Engine, EngineOptions, SamplingParams, steps
+from minifloat.engine.options import Dtype
 from minifloat.engine.sampling import Choices, SamplingState, TokenChoice, verify
 from minifloat.engine.speculation import SpeculationStats
 
@@ -92,15 +94,15 @@ def main(
     output_len: int,
     rounds: int,
     temperature: float,
-    dtype: str,
+    dtype: Dtype,
 ) -> None:
     """Print milliseconds per token with and without drafts, and the gain by arithmetic."""
     if (text is None) == (acceptance is None):
         raise click.UsageError("give --text or --acceptance")
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=output_len, ignore_eos=True)
-    limits: dict[str, Any] = {"dtype": dtype, "max_model_len": 512, "max_num_seqs": 2, "prefix_cache": False}
-    kind = {"speculate": "self"} if draft is None else {"draft": draft}
-    plain = Engine(model, EngineOptions(**limits))
+    options = EngineOptions(dtype=dtype, max_model_len=512, max_num_seqs=2, prefix_cache=False)
+    drafting = replace(options, speculate="self" if draft is None else None, draft=draft)
+    plain = Engine(model, options)
     vocab = plain.info.vocab_size
     prompts: list[Any] = [[(7 * i + 13 * n) % vocab for i in range(PROMPT_TOKENS)] for n in range(count)]
     if text is not None:
@@ -109,7 +111,7 @@ def main(
     print(f"{'drafts':>6} {'ms/token':>9} {'without':>8} {'gain':>6} {'spread':>7} {'accepted':>9} "
           f"{'tokens/step':>11} {'draft ms':>9} {'by bytes':>9}")  # fmt: skip
     for number in map(int, drafts.split(",")):
-        engine = Engine(model, EngineOptions(**limits, **kind, draft_tokens=number or 7))
+        engine = Engine(model, replace(drafting, draft_tokens=number or 7))
         assert engine.speculator is not None
         engine.speculator._fixed = number > 0
         chance = accepting(acceptance, 0) if acceptance is not None else patch.object(steps, "verify", verify)
