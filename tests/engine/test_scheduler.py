@@ -23,7 +23,7 @@ class Bench:
         self.pool = BlockPool(blocks)
         self.tokenizer = tokenizer
         self.lost: list[str] = []
-        limits = {"max_sequences": 8, "max_tokens": 64, "max_prompt_tokens_beside": 16, **options}
+        limits = {"max_sequences": 8, "max_tokens": 64, "prompt_tokens_beside": 16, **options}
         self.scheduler = Scheduler(
             self.pool, preempted=lambda sequence: self.lost.append(sequence.request_id), **limits
         )
@@ -85,10 +85,12 @@ def test_beside_running_sequences_the_pieces_are_small(tokenizer: Any) -> None:
     bench.add(5)
     bench.step()
     bench.add(40)
-    assert spans(bench.step()) == [("1", 5, 6), ("2", 0, 16)]
-    assert spans(bench.step()) == [("1", 6, 7), ("2", 16, 32)]
-    assert spans(bench.step()) == [("1", 7, 8), ("2", 32, 40)]
+    assert spans(bench.step()) == [("1", 5, 6), ("2", 0, 17)]
+    assert spans(bench.step()) == [("1", 6, 7), ("2", 17, 34)]
+    assert spans(bench.step()) == [("1", 7, 8), ("2", 34, 40)]
     assert spans(bench.step()) == [("1", 8, 9), ("2", 40, 41)]
+    bench.add(40)
+    assert spans(bench.step()) == [("1", 9, 10), ("2", 41, 42), ("3", 0, 18)]  # one more for each of the others
 
 
 def test_only_so_many_run_and_the_others_follow_in_order(tokenizer: Any) -> None:

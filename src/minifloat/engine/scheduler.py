@@ -4,7 +4,7 @@ First come, first served, among requests of the same priority; lower priorities 
 has waited for `LONGEST_WAIT` seconds is overtaken by none that came later. Every running sequence that waits for one
 token gets one; the rest of the token budget goes to prompts, in pieces, oldest first (chunked prefill: Agrawal et al.,
 "Sarathi-Serve", OSDI 2024). Beside running sequences the pieces are small, so that a long prompt delays the next token
-of the others by little. A prompt gets all its blocks when it is admitted. When an older sequence needs a block and
+of the others by little; they grow with the number of these, so that new chats begin while many run. A prompt gets all its blocks when it is admitted. When an older sequence needs a block and
 none is free, the youngest sequence loses its blocks and is computed again later (preemption by recompute: Kwon et al.,
 "PagedAttention", SOSP 2023). The oldest is therefore never preempted, and every waiting sequence becomes the oldest at
 some time: none starves.
@@ -78,14 +78,14 @@ class Scheduler:
         *,
         max_sequences: int,
         max_tokens: int,
-        max_prompt_tokens_beside: int,
+        prompt_tokens_beside: int,
         preempted: Callable[[Sequence], None],
         max_scored_tokens: int = SCORED_TOKENS,
         snapshots: StateSnapshots | None = None,
     ) -> None:
         self.pool = pool
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
-        self.max_prompt_tokens_beside, self.max_scored_tokens = max_prompt_tokens_beside, max_scored_tokens
+        self.prompt_tokens_beside, self.max_scored_tokens = prompt_tokens_beside, max_scored_tokens
         self._preempted = preempted
         self._snapshots = snapshots
         self.waiting: list[Sequence] = []
@@ -110,7 +110,7 @@ class Scheduler:
         work = self._next_tokens()
         budget = self.max_tokens - len(work)
         if work:
-            budget = min(budget, self.max_prompt_tokens_beside)
+            budget = min(budget, self.prompt_tokens_beside + len(work))
         scored = self.max_scored_tokens
         if len(work) < len(self.running):
             for sequence in [other for other in self.running if other.pending > 1]:
