@@ -29,6 +29,8 @@ PIECES: dict[str, tuple[str, ...]] = {
     "minifloat": (BASELINE, "minifloat BF16", FP8, "minifloat FP8 block", MXFP4, "minifloat MXFP4 + FP8 head"),
     "llama.cpp": (
         *COMMON,
+        FP8_INT8,
+        MXFP4_INT8,
         "minifloat MXFP4 + FP8 head",
         *(f"llama.cpp {kind}" for kind in ("BF16", "Q8_0", "Q4_0", "MXFP4")),
     ),
