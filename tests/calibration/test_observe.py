@@ -22,6 +22,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.model.runtime.linear import QuantizedLinear
 from minifloat.model.runtime.load import load
+from minifloat.model.runtime.products import fast_products
 from minifloat.numerics.histogram import BINS, count_magnitudes
 
 MakeModel = Callable[..., Path]
@@ -56,7 +57,7 @@ def tokens(*lengths: int, seed: int = 0) -> list[Tensor]:
 
 
 def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    with torch.inference_mode():
+    with torch.inference_mode(), fast_products():
         result: Tensor = model(input_ids=ids[None], use_cache=False).logits
     return result
 

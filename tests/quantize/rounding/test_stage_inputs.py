@@ -13,6 +13,7 @@ from torch import Tensor
 from minifloat.calibration.layerwise.storage import TensorFile
 from minifloat.errors import NonFiniteError
 from minifloat.model.runtime.load import load
+from minifloat.model.runtime.products import fast_products
 from minifloat.quantize.rounding.stage_inputs import StageInputs, StageReader, StoredStageInputs, pair
 from minifloat.quantize.rounding.stages import Residual, Stage
 
@@ -28,7 +29,7 @@ class WholeModel:
         for path, module in self.model.named_modules():
             if path.startswith(layer):
                 module.register_forward_pre_hook(self._keep(path), with_kwargs=True)
-        with torch.no_grad():
+        with torch.no_grad(), fast_products():
             self.model(torch.tensor([sequence]), use_cache=False)
 
     def _keep(self, path: str) -> Any:
