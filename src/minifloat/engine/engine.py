@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Tokens of prompts that are computed in a step in which other sequences wait for their next token, besides one for each
-#: of these: such a step takes about twice as long as one without. With 64, a step of 8 sequences took 3 times as long
-#: (1.1B in MXFP4 on two cores). Without those of sequences, many chats wait longer to begin than they gain afterwards.
+#: Tokens of prompts that are computed in a step in which other sequences wait for their next token, besides one for
+#: each of these: such a step takes about twice as long as one without. With 64, a step of 8 sequences took 3 times as
+#: long (1.1B in MXFP4 on two cores). With a fixed number, prompts would wait long where many chats run.
 _PROMPT_TOKENS_BESIDE = 32
 #: The same on a GPU, where some hundred tokens cost little more than one: with this many, arithmetic takes as long as
 #: reading the weights.

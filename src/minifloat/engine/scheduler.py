@@ -4,10 +4,10 @@ First come, first served, among requests of the same priority; lower priorities 
 has waited for `LONGEST_WAIT` seconds is overtaken by none that came later. Every running sequence that waits for one
 token gets one; the rest of the token budget goes to prompts, in pieces, oldest first (chunked prefill: Agrawal et al.,
 "Sarathi-Serve", OSDI 2024). Beside running sequences the pieces are small, so that a long prompt delays the next token
-of the others by little; they grow with the number of these, so that new chats begin while many run. A prompt gets all its blocks when it is admitted. When an older sequence needs a block and
-none is free, the youngest sequence loses its blocks and is computed again later (preemption by recompute: Kwon et al.,
-"PagedAttention", SOSP 2023). The oldest is therefore never preempted, and every waiting sequence becomes the oldest at
-some time: none starves.
+of the others by little; they grow with the number of these, so that new chats begin while many run. A prompt gets all
+its blocks when it is admitted. When an older sequence needs a block and none is free, the youngest sequence loses its
+blocks and is computed again later (preemption by recompute: Kwon et al., "PagedAttention", SOSP 2023). The oldest is
+therefore never preempted, and every waiting sequence becomes the oldest at some time: none starves.
 
 If a request asks for the log-probabilities of tokens of its prompt, the logits before these tokens are computed. Such
 a prompt therefore shares only blocks before them, and a step computes only `SCORED_TOKENS` of such logits, because they
