@@ -33,7 +33,7 @@ def fast_products() -> AbstractContextManager[object]:
 @functools.cache
 def _slow_dtypes() -> frozenset[torch.dtype]:
     """Return the dtypes of 16 bits in which this machine's torch multiplies without oneDNN."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return frozenset({torch.bfloat16, torch.float16})
     found = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
