@@ -1,6 +1,6 @@
 // Rounded inputs on AVX2: integer sums over blocks of columns, scaled and added up in float32. Twice an element of E2M1,
 // made positive, is a byte that VPMADDUBSW multiplies with x in int8; sums of a block fit into 16 bits. E4M3 becomes
-// integers of 16 bits, exact down to 2^-13 of the largest of a row of a step, which VPMADDWD multiplies with x in 12 bits.
+// integers of 15 bits, exact down to 2^-10 of the largest of a row of a step, which VPMADDWD multiplies with x in 12 bits.
 #include "../threads.h"
 #include "decode.h"
 #include "path.h"
@@ -52,7 +52,7 @@ struct E2M1Bytes {
     static int32_t start(const int8_t* x, int cols) {
         int32_t halves[2] = {0, 0};
         for (int k = 0; k < cols; ++k) halves[k % 4 / 2] -= kOffset * x[k];
-        return (halves[0] & 0xffff) | halves[1] << 16;
+        return static_cast<int32_t>((static_cast<uint32_t>(halves[0]) & 0xffff) | static_cast<uint32_t>(halves[1]) << 16);
     }
 
     static void decode(const Weight& w, int64_t p, int64_t s, uint32_t* words, float (*scales)[kPanelRows], int blocks) {
@@ -79,7 +79,7 @@ struct E2M1Bytes {
     }
 };
 
-// E4M3: integers of kBits bits in units of a power of two for each row and step, the smallest with which none exceeds them.
+// E4M3: integers up to kMostWord in units of a power of two for each row and step, the smallest that is possible.
 struct E4M3Words {
     typedef int16_t X;
     static constexpr int kWordCols = 2;
