@@ -348,5 +348,5 @@ def test_a_decoder_rounds_as_its_reference(kernels: Kernels) -> None:
         """The median over tokens: of a few an input lies next to a tie, and rounds the other way."""
         return float(((one - other).norm(dim=1) / other.norm(dim=1)).median())
 
-    assert distance(unrounded, reference) > 1e-3
+    assert distance(unrounded, reference) > 1e-2
     assert distance(logits, reference if rounds else unrounded) < 1e-5

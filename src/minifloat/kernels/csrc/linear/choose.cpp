@@ -6,22 +6,23 @@ namespace MINIFLOAT_ISA {
 extern const Path kFloatPath, kFewRowsPath, kDigitsPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath,
     kBf16SmallPath, kBf16MediumPath, kBf16LargePath, kMmlaPath, kInt8Path, kBf16InvariantPath, kFewRowsInvariantPath;
 
+// Rows from which rounded inputs are faster, on instruction sets that have a kernel for them.
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
+#define MINIFLOAT_HAS_INT8
+static int64_t least_int8_rows(const Weight& w) { return w.grid == MINIFLOAT_GRID_E8M0 ? 8 : 16; }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define MINIFLOAT_HAS_INT8
+static int64_t least_int8_rows(const Weight& w) { return w.element == MINIFLOAT_E2M1 ? 2 : 5; }
+#endif
+
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                              [[maybe_unused]] int32_t x_dtype) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
-    const int64_t min_rows = w.grid == MINIFLOAT_GRID_E8M0 ? 8 : 16;  // with fewer the weights' bytes are the limit
-    if (m < min_rows || !is_quantized(w.element)) return nullptr;
+#if defined(MINIFLOAT_HAS_INT8)
     // A group of columns that share a scale of x has one scale of W.
-    if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
-    return &kInt8Path;
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const int64_t min_rows = w.element == MINIFLOAT_E2M1 ? 2 : 5;
-    if (m < min_rows || !is_quantized(w.element)) return nullptr;
-    if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
-    return &kInt8Path;
-#else
-    return nullptr;
+    const bool cut_alike = w.groups == 1 || w.block_cols % kStepCols == 0;
+    if (is_quantized(w.element) && cut_alike && m >= least_int8_rows(w)) return &kInt8Path;
 #endif
+    return nullptr;
 }
 
 namespace {
