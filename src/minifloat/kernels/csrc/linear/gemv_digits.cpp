@@ -1,8 +1,9 @@
 // One row of x and E2M1 for AVX2, in integers: decoding to float32 (few_rows.cpp) would take longer than reading. For
 // the columns that share a scale, x becomes one power of two times integers of kXBits bits, cut into kDigits digits of
-// base kRadix; elements become bytes 2 w + kOffset. Where bits of x below 2^-kXBits of the largest would matter, and
+// base kRadix; elements become bytes (e2m1_bytes.h). Where bits of x below 2^-kXBits of the largest would matter, and
 // with Inf or NaN, the columns are multiplied in float32.
 #include "decode.h"
+#include "e2m1_bytes.h"
 
 namespace MINIFLOAT_ISA {
 
@@ -17,8 +18,7 @@ constexpr int kTileParts = kTileRows / kWidth;
 constexpr int kDigits = 3;
 constexpr int kXBits = 21;  // without the sign
 constexpr int kRadix = 160;  // the smallest radix that keeps the digits of kXBits bits within 82
-constexpr int kOffset = 12;  // of 2 w, which is then 0 .. kMostByte
-constexpr int kMostByte = 2 * kOffset;
+constexpr int kMostByte = 2 * kE2M1Offset;
 static_assert((1 << kXBits) / (kRadix * kRadix) < 82 && 82 * kMostByte * 16 < 1 << 15, "16 products in 16 bits");
 static_assert(int64_t{kE8M0Cols} * kMostByte << kXBits < int64_t{1} << 31, "a group in 32 bits");
 constexpr int kWordCols = 8;  // columns of a vector of E2M1
@@ -31,7 +31,7 @@ int group_cols(const Weight& w) { return w.grid == MINIFLOAT_GRID_E4M3 ? kE4M3Co
 // x under one scale.
 struct Group {
     int32_t in_digits;  // whether x is in digits; else float32 x is used
-    int32_t shift;      // kOffset times the sum of the integers
+    int32_t shift;      // kE2M1Offset times the sum of the integers
     float scale;        // of the integers, with the factors that E2M1 and its scales are decoded without
 };
 
@@ -86,7 +86,7 @@ void cut_group(const float* x, int cols, int32_t least, float missing, Group& gr
         }
     }
     const float scale = missing * power_of_two(exponent / 2) * power_of_two(exponent - exponent / 2 - kXBits);
-    group = {short_ones * 4 <= cols, kOffset * sum, scale};
+    group = {short_ones * 4 <= cols, kE2M1Offset * sum, scale};
 }
 
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return m * row_bytes(w); }
@@ -117,12 +117,9 @@ const int8_t* opaque(const int8_t* p) {
     return p;
 }
 
-// Sums of a tile over the kCols columns of one scale: bytes 2 w + kOffset times the digits of x, an integer per row.
+// Sums of a tile over the kCols columns of one scale: bytes of E2M1 times the digits of x, an integer per row.
 template <int kCols>
 void multiply_digits(const uint8_t* data, const int8_t* digits, I32 (&sums)[kTileParts]) {
-    const __m256i table = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m256i nibble = _mm256_set1_epi8(0xf);
     __m256i totals[kDigits][kTileParts];
     digits = opaque(digits);
     for (auto& total : totals)
@@ -131,11 +128,8 @@ void multiply_digits(const uint8_t* data, const int8_t* digits, I32 (&sums)[kTil
     for (int v = 0; v < kCols / kWordCols; ++v) {
         prefetch(data + v * kVectorBytes);
         __m256i bytes[2][kTileParts];
-        for (int i = 0; i < kTileParts; ++i) {
-            const __m256i codes = load_as<__m256i>(data + v * kVectorBytes + i * MINIFLOAT_VECTOR_BYTES);
-            bytes[0][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));
-            bytes[1][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble));
-        }
+        for (int i = 0; i < kTileParts; ++i)
+            e2m1_bytes(load_as<__m256i>(data + v * kVectorBytes + i * MINIFLOAT_VECTOR_BYTES), bytes[0][i], bytes[1][i]);
 #pragma GCC unroll 3
         for (int d = 0; d < kDigits; ++d)
 #pragma GCC unroll 2

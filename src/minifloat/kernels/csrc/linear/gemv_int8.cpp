@@ -7,13 +7,13 @@
 
 #include "avx512.h"
 #include "decode.h"
+#include "e2m1_bytes.h"
 
 namespace MINIFLOAT_ISA {
 namespace {
 
 constexpr int kPlanes = 3;
 constexpr int kDigitBits = 8;
-constexpr int kOffset = 12;  // added to twice a weight
 constexpr int kIntegerBits = 22;
 constexpr int kSmallestExponent = 23;  // biased; 2^-kIntegerBits times this power is still a normal number
 constexpr int kInfiniteExponent = 255;
@@ -25,15 +25,13 @@ constexpr int kChunkBytes = kChunkCols * kPlanes;
 constexpr int kStepBytes = kStepCols / kChunkCols * kChunkBytes;
 constexpr int64_t kTileBytes = kHalfCols / kVectorCols * kVectorBytes;
 
-// Twice a weight plus kOffset, by its 4-bit code; stored four times, because the look-up uses six bits of a byte.
+// The byte of a weight, by its 4-bit code; stored four times, because the look-up uses six bits of a byte.
 struct CodeTable {
     alignas(64) uint8_t bytes[kVectorBytes];
 };
 constexpr CodeTable make_code_table() {
-    constexpr int kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     CodeTable table = {};
-    for (int i = 0; i < kVectorBytes; ++i)
-        table.bytes[i] = static_cast<uint8_t>(kOffset + (i & 8 ? -kTwice[i & 7] : kTwice[i & 7]));
+    for (int i = 0; i < kVectorBytes; ++i) table.bytes[i] = static_cast<uint8_t>(kE2M1Offset + e2m1_twice(i));
     return table;
 }
 constexpr CodeTable kCodes = make_code_table();
@@ -43,7 +41,7 @@ struct alignas(64) RowHead {
     int32_t usable;
 };
 struct Group {
-    int32_t start;  // initial value of the sums: minus what kOffset adds
+    int32_t start;  // initial value of the sums: minus what kE2M1Offset adds
     float scale;    // of the joined sums
 };
 
@@ -95,7 +93,7 @@ bool prepare_group(const float* x, uint8_t* digits, Group* group) {
         sum = _mm512_add_epi32(sum, q);
         store_digits(q, digits + i * kChunkBytes);
     }
-    group->start = -kOffset * _mm512_reduce_add_epi32(sum);
+    group->start = -kE2M1Offset * _mm512_reduce_add_epi32(sum);
     group->scale = bit_cast<float>((exponent - kIntegerBits) << kMantissaBits);  // half a unit: weights are doubled
     return inexact <= kMostInexact;
 }

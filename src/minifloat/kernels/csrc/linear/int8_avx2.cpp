@@ -3,7 +3,8 @@
 // integers of 15 bits, exact down to 2^-10 of the largest of a row of a step, which VPMADDWD multiplies with x in 12 bits.
 #include "../threads.h"
 #include "decode.h"
-#include "path.h"
+#include "e2m1_bytes.h"
+#include "int8_x.h"
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
@@ -16,7 +17,6 @@ constexpr int kMostBlocks = kStepCols / kE4M3Cols;
 constexpr int64_t kChunkSteps = 4;  // that are decoded at once, into the L1 cache
 constexpr int64_t kBlockRows = 512;  // of x, whose columns of a chunk stay in the L2 cache
 constexpr int64_t kPanels = Finish::kMaxPanels;
-constexpr float kSmallestAmax = 0x1p-100f;
 
 // Columns of a step of a tile of x: integers, scales, and what the sums of each block start from.
 template <class T>
@@ -33,15 +33,14 @@ struct Decoded {
     alignas(64) float scales[kChunkSteps][kMostBlocks][kPanelRows];
 };
 
-// E2M1: bytes 2 w + kOffset. Sums of 16 bits wrap around until the start of -kOffset times the sum of x cancels the offset.
+// E2M1 in bytes. Sums of 16 bits wrap around until the start of -kE2M1Offset times the sum of x cancels the offset.
 struct E2M1Bytes {
     typedef int8_t X;
     static constexpr int kWordCols = 4;
-    static constexpr int kOffset = 12;
     // Columns of the eight of a vector of layout.h, in the order of its low nibbles and then of its high ones.
     static constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
     static constexpr float kMax = 127.0f;
-    static_assert(kE8M0Cols / 2 * 12 * 127 < 1 << 15, "half of the columns of a block in 16 bits");
+    static_assert(kE8M0Cols / 2 * kE2M1Offset * 127 < 1 << 15, "half of the columns of a block in 16 bits");
 
     static void add(__m256i& sums, __m256i w, __m256i x) {
         asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(_mm256_maddubs_epi16(w, x)));
@@ -51,14 +50,11 @@ struct E2M1Bytes {
     // The starts of both halves of a word, for the columns of a block in the order of `x`.
     static int32_t start(const int8_t* x, int cols) {
         int32_t halves[2] = {0, 0};
-        for (int k = 0; k < cols; ++k) halves[k % 4 / 2] -= kOffset * x[k];
+        for (int k = 0; k < cols; ++k) halves[k % 4 / 2] -= kE2M1Offset * x[k];
         return static_cast<int32_t>((static_cast<uint32_t>(halves[0]) & 0xffff) | static_cast<uint32_t>(halves[1]) << 16);
     }
 
     static void decode(const Weight& w, int64_t p, int64_t s, uint32_t* words, float (*scales)[kPanelRows], int blocks) {
-        const __m256i table = _mm256_broadcastsi128_si256(
-            _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-        const __m256i nibble = _mm256_set1_epi8(0xf);
         const uint8_t* data = w.panel(p) + s * w.step_bytes + w.scale_bytes;
         constexpr int kHalfVectors = kHalfCols / E2M1Part::kCols;
         for (int half = 0; half < 2; ++half)
@@ -66,11 +62,11 @@ struct E2M1Bytes {
                 for (int v = half * kHalfVectors; v < (half + 1) * kHalfVectors; ++v, data += kVectorBytes) {
                     prefetch_ahead(data);
                     for (int i = 0; i < 2; ++i) {
-                        const __m256i codes = load_as<__m256i>(data + i * MINIFLOAT_VECTOR_BYTES);
-                        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+                        __m256i low, high;
+                        e2m1_bytes(load_as<__m256i>(data + i * MINIFLOAT_VECTOR_BYTES), low, high);
                         uint32_t* out = words + 2 * v * kPanelRows + tile + i * kWidth;
-                        store_as(out, _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble)));
-                        store_as(out + kPanelRows, _mm256_shuffle_epi8(table, high));
+                        store_as(out, low);
+                        store_as(out + kPanelRows, high);
                     }
                 }
         for (int b = 0; b < blocks; ++b)

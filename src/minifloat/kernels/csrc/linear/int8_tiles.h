@@ -7,6 +7,7 @@
 
 #include "avx512.h"
 #include "decode.h"
+#include "e2m1_bytes.h"
 #include "int8_x.h"
 
 #if defined(MINIFLOAT_INT8)
@@ -38,10 +39,6 @@ constexpr OffsetTable make_e4m3_integers() {
 }
 
 // The same of the code of E2M1 in the low nibble, whose scale is 2^-(high nibble) of the largest: 0 .. 7.
-constexpr int e2m1_twice(int code) {
-    constexpr int kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-    return code & 8 ? -kTwice[code & 7] : kTwice[code & 7];
-}
 constexpr OffsetTable make_e2m1_integers() {
     OffsetTable t = {};
     for (int i = 0; i < 128; ++i) {

@@ -6,16 +6,17 @@
 #include "convert.h"
 #include "path.h"
 
+namespace MINIFLOAT_ISA {
+
+constexpr float kSmallestAmax = 0x1p-100f;
+
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
 #define MINIFLOAT_INT8
-
-namespace MINIFLOAT_ISA {
 
 constexpr int kInt8Cols = kStepCols;
 constexpr int kInt8Rows = 12;  // of a tile; with two vectors of sums each, two of W and one of x, they fill the registers
 constexpr int kInt8Offset = 128;
 constexpr float kInt8Max = 127.0f;
-constexpr float kSmallestAmax = 0x1p-100f;
 constexpr int64_t kInt8ChunkGroups = 8;
 
 // Tiles that hold the rows evenly; the last may have fewer rows. A unit is a group of columns of a tile: the integers
@@ -93,6 +94,6 @@ inline void round_x(const Weight& w, const Input& x, uint8_t* prepared, int part
     }
 }
 
-}  // namespace MINIFLOAT_ISA
-
 #endif
+
+}  // namespace MINIFLOAT_ISA
