@@ -269,7 +269,7 @@ class Kernels:
         biases: Sequence[torch.Tensor | None] | None,
         y: torch.Tensor,
         threads: int,
-        int8_inputs: bool = False,
+        int8_inputs: int = 0,
         batch_invariant: bool = False,
     ) -> ctypes.Structure:
         """The struct for a call; it points into the tensors, and keeps alive only the lists of pointers."""
@@ -299,7 +299,7 @@ class Kernels:
         biases: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
         threads: int = 1,
         y: torch.Tensor | None = None,
-        int8_inputs: bool = False,
+        int8_inputs: int = 0,
         batch_invariant: bool = False,
     ) -> torch.Tensor:
         """The result for `x`, whose rows may be any distance apart; into `y` where it is given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from decoder_cases import Session, Shape, prompt, random_decoder
 from kernel_cases import (
     DTYPES,
     FLOATS,
+    ISAS,
     KINDS,
     Element,
     Grid,
@@ -30,6 +32,7 @@ from kernel_cases import (
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
 from minifloat.kernels.linear import int8, linear, linear_fused
+from minifloat.kernels.native import CONSTANTS
 from minifloat.kernels.pack import pack
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
@@ -153,6 +156,22 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels, kind: str) -> No
         x = inputs(m, 600).bfloat16()
         one, two = (kernels.linear(x, packed, threads=threads, int8_inputs=True) for threads in (1, 2))
         assert torch.equal(bits(one), bits(two))
+
+
+@quantized
+def test_avx_vnni_changes_no_bit(kind: str) -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if "avx2" not in ISAS or not cpuinfo.exists() or " avx_vnni " not in cpuinfo.read_text():
+        pytest.skip("needs kernels for AVX2, and Linux on a processor with AVX-VNNI")
+    kernels, stored = Kernels("avx2"), make(kind, 100, 520)
+    largest, sign = (7, 8) if stored.kind.element is Element.E2M1 else (126, 128)
+    stored.codes[0], stored.codes[1] = largest, largest | sign
+    packed = kernels.pack(stored)
+    for m in NUMBERS_OF_ROWS:
+        x = inputs(m, 520)
+        x[0], x[1] = 1, -1  # with rows 0 and 1 of the weight the largest sums that there are
+        fast, plain = (kernels.linear(x, packed, int8_inputs=each) for each in (1, CONSTANTS["INT8_WITHOUT_AVX_VNNI"]))
+        assert torch.equal(bits(fast), bits(plain))
 
 
 @pytest.mark.parametrize("kind", ["fp8-tensor", "fp8-block-128", "mxfp8"])

@@ -17,7 +17,7 @@ from minifloat.numerics.tensor import QuantizedTensor
 #: The instruction sets that have the kernels.
 ISAS = ("avx512_bf16", "avx512_vnni", "avx2")
 #: How many times as fast they multiply a prompt as the kernels that do not round (docs/kernels.md).
-GAIN = "1.4 to 2"
+GAIN = "1.4 to 3"
 
 
 def why_not(weight: PackedWeight | None = None) -> str:

@@ -202,6 +202,8 @@ struct minifloat_pack_args {
     uint8_t* packed;  // minifloat_packed_bytes() of them, 64-byte aligned
 };
 
+#define MINIFLOAT_INT8_WITHOUT_AVX_VNNI 2
+
 // y = x W^T + bias for `count` packed weights [N_i, K] of one format, whose results follow each other in y.
 struct minifloat_linear_args {
     const uint8_t* const* weights;  // `count` packed weights
@@ -213,7 +215,9 @@ struct minifloat_linear_args {
     int32_t count;
     int32_t x_dtype, bias_dtype;  // minifloat_dtype
     int32_t threads;
-    int32_t int8_inputs;  // not 0: x may be rounded to int8 (linear/int8_x.h); minifloat_rounds_inputs says where it is
+    // Not 0: x may be rounded to int8 (linear/int8_x.h); minifloat_rounds_inputs says where it is. The tests' value
+    // MINIFLOAT_INT8_WITHOUT_AVX_VNNI leaves AVX-VNNI out, which changes no bit.
+    int32_t int8_inputs;
     // Not 0: the bits of a row of y do not depend on m or on the other rows; x is not rounded then.
     int32_t batch_invariant;
 };

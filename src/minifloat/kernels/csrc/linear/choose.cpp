@@ -1,10 +1,15 @@
 // Chooses the path of a call: one decision per instruction set. The limits are where measured times cross.
 #include "path.h"
 
+#if defined(MINIFLOAT_AVX_VNNI)
+#include <cpuid.h>
+#endif
+
 namespace MINIFLOAT_ISA {
 
 extern const Path kFloatPath, kFewRowsPath, kDigitsPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath,
-    kBf16SmallPath, kBf16MediumPath, kBf16LargePath, kMmlaPath, kInt8Path, kBf16InvariantPath, kFewRowsInvariantPath;
+    kBf16SmallPath, kBf16MediumPath, kBf16LargePath, kMmlaPath, kInt8Path, kInt8VnniPath, kBf16InvariantPath,
+    kFewRowsInvariantPath;
 
 // Rows from which rounded inputs are faster, on instruction sets that have a kernel for them.
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
@@ -13,16 +18,28 @@ static int64_t least_int8_rows(const Weight& w) { return w.grid == MINIFLOAT_GRI
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define MINIFLOAT_HAS_INT8
 static int64_t least_int8_rows(const Weight& w) { return w.element == MINIFLOAT_E2M1 ? 2 : 5; }
+#if defined(MINIFLOAT_AVX_VNNI)
+static bool has_avx_vnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
 #endif
 
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
-                             [[maybe_unused]] int32_t x_dtype) {
+                             [[maybe_unused]] const Allowed& allowed) {
 #if defined(MINIFLOAT_HAS_INT8)
     // A group of columns that share a scale of x has one scale of W.
     const bool cut_alike = w.groups == 1 || w.block_cols % kStepCols == 0;
-    if (is_quantized(w.element) && cut_alike && m >= least_int8_rows(w)) return &kInt8Path;
+    if (!allowed.int8_inputs || !is_quantized(w.element) || !cut_alike || m < least_int8_rows(w)) return nullptr;
+#if defined(MINIFLOAT_AVX_VNNI)
+    static const bool has = has_avx_vnni();
+    if (has && allowed.avx_vnni) return &kInt8VnniPath;
 #endif
+    return &kInt8Path;
+#else
     return nullptr;
+#endif
 }
 
 namespace {
@@ -73,7 +90,7 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
                         [[maybe_unused]] int32_t x_dtype, const Allowed& allowed) {
     if (allowed.batch_invariant) return choose_invariant_path(w, m, x_dtype);
     if (is_wide(w.element)) return choose_wide_path(m);
-    if (const Path* path = allowed.int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
+    if (const Path* path = choose_int8_path(w, m, allowed)) return *path;
 #if defined(__AVX512F__)
     [[maybe_unused]] const bool is_bf16 = x_dtype == MINIFLOAT_BF16;
 #if defined(__AMX_BF16__)

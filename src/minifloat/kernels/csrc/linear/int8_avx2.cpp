@@ -1,6 +1,7 @@
 // Rounded inputs on AVX2: integer sums over blocks of columns, scaled and added up in float32. Twice an element of E2M1,
 // made positive, is a byte that VPMADDUBSW multiplies with x in int8; sums of a block fit into 16 bits. E4M3 becomes
 // integers of 15 bits, exact down to 2^-10 of the largest of a row of a step, which VPMADDWD multiplies with x in 12 bits.
+// Instructions of AVX-VNNI add these products up in 32 bits: the sums, and so the results, are the same.
 #include "../threads.h"
 #include "decode.h"
 #include "e2m1_bytes.h"
@@ -11,7 +12,7 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int kRows = 4;     // of a tile of x; with two vectors of W their sums are in registers
+constexpr int kRows = 6;     // of a tile of x; with two vectors of W, x and a product their sums fill the registers
 constexpr int kVectors = 2;  // of W
 constexpr int kMostBlocks = kStepCols / kE4M3Cols;
 constexpr int64_t kChunkSteps = 4;  // that are decoded at once, into the L1 cache
@@ -147,6 +148,26 @@ struct E4M3Words {
     }
 };
 
+#if defined(MINIFLOAT_AVX_VNNI)
+struct E2M1Vnni : E2M1Bytes {
+    static void add(__m256i& sums, __m256i w, __m256i x) {
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(w), "x"(x));
+    }
+    static F32 totals(__m256i sums) { return _mm256_cvtepi32_ps(sums); }
+    static int32_t start(const int8_t* x, int cols) {
+        int32_t sum = 0;
+        for (int k = 0; k < cols; ++k) sum += x[k];
+        return -kE2M1Offset * sum;
+    }
+};
+
+struct E4M3Vnni : E4M3Words {
+    static void add(__m256i& sums, __m256i w, __m256i x) {
+        asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(w), "x"(x));
+    }
+};
+#endif
+
 // Blocks of columns of a step that have sums of their own.
 int blocks_of(const Weight& w) {
     if (w.grid == MINIFLOAT_GRID_E8M0) return kStepCols / kE8M0Cols;
@@ -200,7 +221,7 @@ __attribute__((noinline)) void multiply_tile(const Decoded& d, int64_t steps, co
         for (int n = 0; n < kPanelRows; n += kVectors * kWidth)
             for (int b = 0; b < kBlocks; ++b) {
                 __m256i dots[kTile][kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
                 for (int r = 0; r < kTile; ++r)
                     dots[r][0] = dots[r][1] = _mm256_set1_epi32(unit.starts[b][r]);
                 const uint32_t* w = d.words[s] + b * kBlockWords * kPanelRows + n;
@@ -208,7 +229,7 @@ __attribute__((noinline)) void multiply_tile(const Decoded& d, int64_t steps, co
 #pragma GCC unroll 2
                 for (int k = 0; k < kBlockWords; ++k, w += kPanelRows, x += Arithmetic::kWordCols) {
                     const __m256i w0 = load_as<__m256i>(w), w1 = load_as<__m256i>(w + kWidth);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
                     for (int r = 0; r < kTile; ++r) {
                         const __m256i word = _mm256_set1_epi32(load_as<int32_t>(x + r * kStepCols));
                         Arithmetic::add(dots[r][0], w0, word);
@@ -216,7 +237,7 @@ __attribute__((noinline)) void multiply_tile(const Decoded& d, int64_t steps, co
                     }
                 }
                 const float* scales = d.scales[s][b] + n;
-#pragma GCC unroll 4
+#pragma GCC unroll 6
                 for (int r = 0; r < kTile; ++r)
 #pragma GCC unroll 2
                     for (int i = 0; i < kVectors; ++i) {
@@ -279,25 +300,33 @@ int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) {
     return tiles_of(m) * w.steps * static_cast<int64_t>(unit);
 }
 
+template <class E2M1, class E4M3>
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
     if (w.element == MINIFLOAT_E2M1) {
-        round_rows<E2M1Bytes>(w, x, prepared, part, parts);
+        round_rows<E2M1>(w, x, prepared, part, parts);
     } else {
-        round_rows<E4M3Words>(w, x, prepared, part, parts);
+        round_rows<E4M3>(w, x, prepared, part, parts);
     }
 }
 
+template <class E2M1, class E4M3>
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
     const int blocks = blocks_of(w);
-    if (w.element == MINIFLOAT_E4M3 && blocks == 1) return multiply_all<E4M3Words, 1>(w, x, prepared, y, first, last);
-    if (w.element == MINIFLOAT_E4M3) return multiply_all<E4M3Words, 2>(w, x, prepared, y, first, last);
-    if (blocks == 2) return multiply_all<E2M1Bytes, 2>(w, x, prepared, y, first, last);
-    return multiply_all<E2M1Bytes, 4>(w, x, prepared, y, first, last);
+    if (w.element == MINIFLOAT_E4M3 && blocks == 1) return multiply_all<E4M3, 1>(w, x, prepared, y, first, last);
+    if (w.element == MINIFLOAT_E4M3) return multiply_all<E4M3, 2>(w, x, prepared, y, first, last);
+    if (blocks == 2) return multiply_all<E2M1, 2>(w, x, prepared, y, first, last);
+    return multiply_all<E2M1, 4>(w, x, prepared, y, first, last);
 }
+
+template <class E2M1, class E4M3>
+constexpr Path kPath = {"int8", prepared_bytes, prepare<E2M1, E4M3>, multiply<E2M1, E4M3>, kPanels};
 
 }  // namespace
 
-extern const Path kInt8Path = {"int8", prepared_bytes, prepare, multiply, kPanels};
+extern const Path kInt8Path = kPath<E2M1Bytes, E4M3Words>;
+#if defined(MINIFLOAT_AVX_VNNI)
+extern const Path kInt8VnniPath = kPath<E2M1Vnni, E4M3Vnni>;
+#endif
 
 }  // namespace MINIFLOAT_ISA
 

@@ -158,7 +158,7 @@ Weight view_of(const uint8_t* packed) { return view(*reinterpret_cast<const Head
 
 template <class Args>
 Allowed allowed_by(const Args& a) {
-    return {a.int8_inputs != 0, a.batch_invariant != 0};
+    return {a.int8_inputs != 0, a.int8_inputs != MINIFLOAT_INT8_WITHOUT_AVX_VNNI, a.batch_invariant != 0};
 }
 
 int64_t rows_of(const minifloat_moe_args& a, int32_t e) { return a.offsets[e + 1] - a.offsets[e]; }
@@ -252,8 +252,8 @@ int32_t linear(const minifloat_linear_args& a) {
     return run(call, a.threads);
 }
 
-bool rounds_inputs(const uint8_t* weight, int64_t m, int32_t x_dtype) {
-    return readable(weight) && choose_int8_path(view_of(weight), m, x_dtype) != nullptr;
+bool rounds_inputs(const uint8_t* weight, int64_t m, int32_t) {
+    return readable(weight) && choose_int8_path(view_of(weight), m, {true, true, false}) != nullptr;
 }
 
 int32_t moe(const minifloat_moe_args& a) {

@@ -44,7 +44,8 @@ struct Path {
 
 // What a caller allows a path to do.
 struct Allowed {
-    bool int8_inputs;      // paths may round x
+    bool int8_inputs;      // paths may round x,
+    bool avx_vnni;         // and use AVX-VNNI then, which changes no bit
     bool batch_invariant;  // one path for every m, which gives a row the same bits whatever the others are
 };
 
@@ -52,7 +53,7 @@ struct Allowed {
 const Path& choose_path(const Weight& w, int64_t m, int32_t x_dtype, const Allowed& allowed);
 
 // Returns the path that rounds x for m rows, or null where there is none, or where it is slower than the others.
-const Path* choose_int8_path(const Weight& w, int64_t m, int32_t x_dtype);
+const Path* choose_int8_path(const Weight& w, int64_t m, const Allowed& allowed);
 
 // Prefetch distances of a line of weights that is read once, in the order of memory: into the L2 cache early enough for the latency of memory, then into L1. For E4M3 with AVX-512 the near prefetch alone
 // reaches 83% of the read bandwidth, both 96%.
