@@ -12,7 +12,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 23
+#define MINIFLOAT_ABI_VERSION 24
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,

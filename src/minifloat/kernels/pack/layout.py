@@ -77,7 +77,7 @@ class Header:
 
     FORMAT = struct.Struct("=IIiiqqqiiqqqq")
     MAGIC = 0x4B504D46
-    VERSION = 1
+    VERSION = 2
 
     @classmethod
     def read(cls, data: bytes) -> Header | str:
@@ -108,7 +108,8 @@ def plan(form: Form) -> Header:
         groups = -(-cols // block_cols)
     row_scales = _round_up(Header.FORMAT.size, VECTOR_BYTES)
     block_scales = row_scales + panels * PANEL_ROWS * FLOAT32.bits // 8
-    first = _round_up(block_scales + panels * groups * lanes * FLOAT32.bits // 8, STEPS_ALIGNMENT)
+    normal = block_scales + panels * groups * lanes * FLOAT32.bits // 8
+    first = _round_up(normal + (panels * steps * 2 if form.format is E4M3 else 0), STEPS_ALIGNMENT)
     total = first + panels * steps * step_bytes(form)
     scale_cols = block_cols if form.grid == BLOCK else cols
     return Header(form.element, form.grid, rows, cols, scale_cols, lanes, row_scales, block_scales, first, total)

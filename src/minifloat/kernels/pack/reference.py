@@ -15,6 +15,7 @@ from minifloat.kernels.pack.layout import (
     ROW,
     STEP_COLS,
     TILE_ROWS,
+    VECTOR_BYTES,
     Form,
     Header,
     inline_scale_bytes,
@@ -24,6 +25,7 @@ from minifloat.numerics.cast import decode, pack_nibbles, unpack_nibbles
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT16, FLOAT32
 
 _MAGNITUDE = E4M3.nan_code or 0  #: all bits of a code but its sign
+_EXPONENT = _MAGNITUDE >> E4M3.mantissa_bits << E4M3.mantissa_bits
 
 
 def pack(codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor) -> None:
@@ -49,7 +51,11 @@ def pack(codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed
     _floats(packed, header.row_scales, header.block_scales, row_scales)
     if form.format is E4M3:
         elements = elements.masked_fill((elements & _MAGNITUDE) == _MAGNITUDE, 0)
-    packed[header.steps :] = _steps(elements, inline, form).flatten()
+    data = _steps(elements, inline, form)
+    packed[header.steps :] = data.flatten()
+    if form.format is E4M3:
+        normal = _normal(data[:, :, inline_scale_bytes(form) :])
+        packed[header.steps - 2 * normal.numel() : header.steps].view(torch.int16).copy_(normal.flatten())
 
 
 def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> None:
@@ -168,6 +174,13 @@ def _steps(elements: Tensor, inline: Tensor | None, form: Form) -> Tensor:
     heads = _padded(inline, PANEL_ROWS, groups)
     heads = heads.view(-1, PANEL_ROWS, heads.shape[1] // groups, groups).permute(0, 2, 3, 1).flatten(2)
     return torch.cat((heads, data), dim=2)
+
+
+def _normal(data: Tensor) -> Tensor:
+    """Return ``[panels, steps]``: a bit for each vector of E4M3, set if it has neither zeros nor subnormal numbers."""
+    small = (data & _EXPONENT).eq(0).view(*data.shape[:2], 2, 2, HALF_COLS // 4, VECTOR_BYTES)
+    normal = small.any(5).any(3).logical_not().flatten(2)
+    return (normal.int() << torch.arange(normal.shape[2])).sum(2)
 
 
 def _from_steps(data: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:

@@ -17,15 +17,13 @@ constexpr int parts_at_once(int rows) { return rows <= 2 ? kPanelParts : kTilePa
 // With one row, sums of alternate columns hide the latency of the multiply-add; the batch-invariant path leaves that out.
 constexpr int chains_of(int rows, bool invariant) { return rows == 1 && !invariant ? 2 : 1; }
 
-// A way of decoding: vectors for which all_normal() is true are decoded by Normal, the others by Any, to the same values.
+// A way of decoding: vectors of a step that are is_normal() are decoded by Normal, the others by Any, to the same values.
 template <class Part>
 struct Always {
     typedef Part Any;
     typedef Part Normal;
-    template <int kCount, class Address>
-    static bool all_normal(const Address&) {
-        return true;
-    }
+    static uint32_t normal_of(const Weight&, int64_t, int64_t) { return 0; }
+    static bool is_normal(uint32_t, int) { return true; }
 };
 
 #if defined(__AVX2__)
@@ -63,26 +61,12 @@ struct AnyE4M3Part {
 struct MostlyNormal {
     typedef AnyE4M3Part Any;
     typedef NormalE4M3Part Normal;
-    // Whether `kCount` parts at addresses p(i) hold neither zeros nor subnormal numbers.
-    template <int kCount, class Address>
-    static bool all_normal(const Address& p) {
-        const __m256i exponent = _mm256_set1_epi8(0x78);
-        __m256i least = exponent;
-#pragma GCC unroll 4
-        for (int i = 0; i < kCount; ++i)
-            least = _mm256_min_epu8(least, _mm256_and_si256(load_as<__m256i>(p(i)), exponent));
-        return _mm256_testz_si256(_mm256_cmpeq_epi8(least, _mm256_setzero_si256()), _mm256_set1_epi8(-1));
-    }
+    static uint32_t normal_of(const Weight& w, int64_t p, int64_t s) { return w.normal(p)[s]; }
+    static bool is_normal(uint32_t normal, int vector) { return normal >> vector & 1; }
+    // Whether distinguishing vectors pays off, judged by one step of 16: in trained weights one code in some thousand is
+    // zero or subnormal; with one in a hundred the branch would be mispredicted all the time.
+    static bool pays_off(const Weight& w, int64_t p) { return __builtin_popcount(normal_of(w, p, 0)) >= 15; }
 };
-
-// Whether testing all_normal() pays off, judged by the vectors of one step: in trained weights one code in some
-// thousand is zero or subnormal; with one in a hundred the branch would be mispredicted all the time.
-bool mostly_normal(const uint8_t* vectors) {
-    int others = 0;
-    for (const uint8_t* v = vectors; v < vectors + kPanelRows * kStepCols; v += 2 * kVectorBytes)
-        others += !MostlyNormal::all_normal<4>([&](int i) { return v + i * MINIFLOAT_VECTOR_BYTES; });
-    return others < 2;
-}
 #endif
 
 // Hides from the compiler where x is, so that it reads x for each part of W again: kept for the next part, columns of x
@@ -108,11 +92,11 @@ inline __attribute__((always_inline)) void add_vector(const Address& p, const fl
     }
 }
 
-// out [kRows][kPanelParts] += scales times the sums of a group: kVectors vectors of each tile from `data` on, of which a
-// tile of a half step has `tile_vectors`. Prefetches as many lines from `line` on.
+// out [kRows][kPanelParts] += scales times the sums of a group: kVectors vectors of each tile from `data` on, of which the
+// first is vector `first_vector` of a step. Prefetches as many lines from `line` on.
 template <class Decoder, int kVectors, int kRows, int kChains>
 inline __attribute__((always_inline)) void add_group(const uint8_t* data, int64_t tile_bytes, const uint8_t*& line,
-                                                     const float* x, int64_t x_stride,
+                                                     uint32_t normal, int first_vector, const float* x, int64_t x_stride,
                                                      const F32 (&scales)[kPanelParts], F32 (*out)[kPanelParts]) {
     typedef typename Decoder::Any Any;
     typedef typename Decoder::Normal Normal;
@@ -127,7 +111,7 @@ inline __attribute__((always_inline)) void add_group(const uint8_t* data, int64_
                        (first + i) % kTileParts * MINIFLOAT_VECTOR_BYTES;
             };
             const float* columns = x + v * Any::kCols;
-            if (__builtin_expect(Decoder::template all_normal<kAtOnce>(part), 1)) {
+            if (__builtin_expect(Decoder::is_normal(normal, first_vector + v), 1)) {
                 add_vector<Normal>(part, columns, x_stride, sums);
             } else {
                 add_vector<Any>(part, columns, x_stride, sums);
@@ -158,12 +142,13 @@ __attribute__((noinline)) void multiply_panel(const Weight& w, int64_t p, const 
         for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch_ahead(step + i);
         const uint8_t* half = step + w.scale_bytes;
         const uint8_t* line = half;
+        const uint32_t normal = Decoder::normal_of(w, p, s);
         for (int col = 0; col < kStepCols; col += kHalfCols, half += 2 * kTileBytes)
             for (int group = 0; group < kHalfCols; group += kGroupCols, x += kGroupCols) {
                 F32 scales[kPanelParts];
                 for (int i = 0; i < kPanelParts; ++i) scales[i] = scales_of(w, p, s, col + group, i * kWidth);
-                add_group<Decoder, kVectors, kRows, kChains>(half + group / kCols * kVectorBytes, kTileBytes, line, x, x_stride,
-                                                    scales, out);
+                add_group<Decoder, kVectors, kRows, kChains>(half + group / kCols * kVectorBytes, kTileBytes, line, normal,
+                                                    (col + group) / kCols, x, x_stride, scales, out);
             }
     }
 }
@@ -208,7 +193,7 @@ bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const O
         } else if (w.element == MINIFLOAT_E2M1) {
             multiply_all<Always<E2M1Part>, kInvariant>(w, x, in.m, y, p);
 #if defined(__AVX2__)
-        } else if (mostly_normal(w.panel(p) + w.scale_bytes)) {
+        } else if (MostlyNormal::pays_off(w, p)) {
             multiply_all<MostlyNormal, kInvariant>(w, x, in.m, y, p);
 #endif
         } else {

@@ -3,7 +3,8 @@
 // A weight [N, K] is cut into panels of 32 rows, and a panel into steps of 64 columns; the last panel and step are
 // padded with zeros. Panels follow each other, and so do the steps of a panel:
 //
-//   Header | row scales, float [panels * 32] | block scales, float [panels, groups, lanes] | steps, page aligned
+//   Header | row scales, float [panels * 32] | block scales, float [panels, groups, lanes] | normal, uint16_t [panels,
+//   steps], of E4M3 | steps, page aligned
 //
 //   E4M3 step   [inline scales] 2 halves of 32 columns, 2 tiles of 16 rows, 8 vectors of 4 columns: 2048 bytes
 //   E2M1 step   [inline scales] 2 halves of 32 columns, 2 tiles of 16 rows, 4 vectors of 8 columns: 1024 bytes
@@ -19,6 +20,8 @@
 //   BF16   a 32-bit word per row: the pair k = 2i, 2i + 1; this is a row of a VNNI tile already
 //   F16    the same
 //   F32    a word per row
+//
+// Bit 8 h + v of `normal` tells that vectors v of both tiles of half h hold neither zeros nor subnormal numbers.
 //
 // Inline scales come first in a step: E8M0 64 bytes, [half][row]; E4M3 128 bytes, [quarter of 16 columns][row].
 //   E8M0   stored as the distance in powers of two below the largest scale of the row (among blocks that are not all
@@ -60,7 +63,7 @@ struct Header {
 static_assert(sizeof(Header) == 80, "no padding");
 
 constexpr uint32_t kMagic = 0x4b504d46;
-constexpr uint32_t kLayoutVersion = 1;
+constexpr uint32_t kLayoutVersion = 2;
 constexpr int64_t kStepsAlignment = 4096;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -81,6 +84,8 @@ struct Weight {
     const uint8_t* data;
 
     const uint8_t* panel(int64_t p) const { return data + p * panel_bytes; }
+    // [steps], of E4M3.
+    const uint16_t* normal(int64_t p) const { return reinterpret_cast<const uint16_t*>(data) - (panels - p) * steps; }
     const float* row_scale(int64_t p) const { return row_scales + p * kPanelRows; }
     const float* block_scale(int64_t p, int64_t group) const {
         return block_scales + (p * groups + group) * block_lanes;

@@ -12,6 +12,7 @@ constexpr int kMantissaBits = 23;
 constexpr uint8_t kE4M3Nan = 0x7f;  // without the sign
 constexpr uint8_t kE8M0Nan = 0xff;
 constexpr uint8_t kE4M3Magnitude = 0x7f, kE2M1Magnitudes = 0x77;  // masks of a byte: its codes without their signs
+constexpr uint8_t kE4M3Exponent = 0x78;
 
 const float kNan = __builtin_nanf("");
 
@@ -210,6 +211,19 @@ void load_tile(const Source& s, const Rows& rows, int tile, int64_t half, uint32
     }
 }
 
+// `normal` of layout.h for the vectors of a step.
+uint16_t normal_bits(const uint8_t* vectors) {
+    constexpr int kTileVectors = kTileWords<MINIFLOAT_E4M3>, kTileBytes = kTileVectors * kVectorBytes;
+    uint32_t bits = 0;
+    for (int i = 0; i < 2 * kTileVectors; ++i) {
+        const uint8_t* vector = vectors + i / kTileVectors * 2 * kTileBytes + i % kTileVectors * kVectorBytes;
+        const bool small = contains(vector, kVectorBytes, kE4M3Exponent, 0) ||
+                           contains(vector + kTileBytes, kVectorBytes, kE4M3Exponent, 0);
+        bits |= uint32_t{!small} << i;
+    }
+    return static_cast<uint16_t>(bits);
+}
+
 template <int32_t kElement>
 void pack_panel(const Source& s, const Header& h, const Weight& w, int64_t p) {
     uint8_t* panel = s.a.packed + h.steps + p * w.panel_bytes;
@@ -225,6 +239,8 @@ void pack_panel(const Source& s, const Header& h, const Weight& w, int64_t p) {
                 load_tile<kElement>(s, rows, tile, i * 2 + half, tile_rows);
                 pack_tile<kElement>(tile_rows, out);
             }
+        if constexpr (kElement == MINIFLOAT_E4M3)
+            const_cast<uint16_t*>(w.normal(p))[i] = normal_bits(panel + i * w.step_bytes + w.scale_bytes);
     }
 }
 
@@ -321,7 +337,8 @@ Header plan_layout(const minifloat_pack_args& a) {
     const int64_t row_bytes = w.panels * kPanelRows * static_cast<int64_t>(sizeof(float));
     h.block_scales = h.row_scales + row_bytes;
     const int64_t block_bytes = w.panels * w.groups * w.block_lanes * static_cast<int64_t>(sizeof(float));
-    h.steps = round_up(h.block_scales + block_bytes, kStepsAlignment);
+    const int64_t normal = a.element == MINIFLOAT_E4M3 ? w.panels * w.steps * static_cast<int64_t>(sizeof(uint16_t)) : 0;
+    h.steps = round_up(h.block_scales + block_bytes + normal, kStepsAlignment);
     h.bytes = h.steps + w.panels * w.panel_bytes;
     return h;
 }
