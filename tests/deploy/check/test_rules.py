@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minifloat.deploy.check.engine_kernels import kernel_for
+from minifloat.deploy.check.engine_kernels import VLLM_ON_GPUS, kernel_for
 from minifloat.deploy.check.judge import judge
 from minifloat.deploy.check.rules import RULES, LoadVerdict, apply_rules
 from minifloat.deploy.check.subject import Case, Kind, Subject, Weight, kind_of
-from minifloat.deploy.check.target import ENGINES, Target, machines_of
+from minifloat.deploy.check.target import ENGINES, GPUS, Target, machines_of
 from minifloat.deploy.estimate.hardware import ENGINE_HARDWARE
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.model.layouts.inspection import Inspection, TensorRow
@@ -161,6 +162,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "vllm-b200-mxfp4-inputs": (subject("mxfp4"), "vllm:b200", "vllm:h200"),
     "vllm-b200-mxfp8-inputs": (subject("mxfp8"), "vllm:b200", "vllm:h200"),
     "vllm-b200-w4a8": (subject("mxfp4-w4a8"), "vllm:b200", subject("mxfp4-w4a4")),
+    "vllm-a100-w4a8": (subject("mxfp4-w4a8"), "vllm:a100", "vllm:l40s"),
+    "vllm-hopper-mxfp4-inputs": (subject("mxfp4"), "vllm:h100", only_experts("mxfp4")),
+    "vllm-w4a8-experts": (only_experts("mxfp4-w4a8"), "vllm:l40s", "vllm:h100"),
+    "vllm-mi300-mxfp4-experts": (only_experts("mxfp4"), "vllm:mi300", only_experts("mxfp4-w4a8")),
     "vllm-mx-before-blackwell": (subject("mxfp8-w8a8"), "vllm:h100", "vllm:b200"),
     "nvfp4-before-blackwell": (subject(NVFP4_W4A4), "vllm:h100", "vllm:b200"),
     "vllm-mi300-nvfp4": (subject("nvfp4"), "vllm:mi300", "vllm:a100"),
@@ -400,6 +405,45 @@ def test_every_scheme_is_refused_or_has_a_named_kernel_on_every_machine(
     report = judge("model", None, Case(subject(scheme), Target.of(engine, hardware)))
     assert report.verdict is not LoadVerdict.UNKNOWN
     assert bool(report.failures) != bool(report.kernels)
+
+
+@pytest.mark.parametrize("hardware", GPUS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_of_every_scheme_are_refused_or_have_a_named_kernel_in_vllm(scheme: str, hardware: str) -> None:
+    report = judge("model", None, Case(only_experts(scheme), Target.of("vllm", hardware)))
+    assert bool(report.failures) != bool(report.kernels)
+    assert all(kernel.experts for _, kernel in report.kernels)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hardware", "linears", "experts"),
+    [
+        ("fp8-block", "a100", "HummingFP8ScaledMMLinearKernel", "MarlinExperts"),
+        ("fp8-dynamic", "h200", "CutlassFP8ScaledMMLinearKernel", "TritonOrCutlassExperts"),
+        ("mxfp8", "b200", "FlashInferCutedslMxfp8LinearKernel", "TrtLlmFp8ExpertsMonolithic"),
+        ("mxfp4", "h100", "HummingMxFp4LinearKernel", "MarlinExperts"),
+        ("mxfp4-w4a8", "b200", "HummingMxFp4LinearKernel", "TrtLlmMxfp4ExpertsMonolithic"),
+        ("nvfp4", "b200", "FlashInferCuteDslNvFp4W4A16LinearKernel", "MarlinExperts"),
+        ("nvfp4-w4a4", "mi300", "EmulationNvFp4LinearKernel", "Nvfp4QuantizationEmulationTritonExperts"),
+    ],
+)
+def test_kernels_of_linears_and_experts_in_vllm(scheme: str, hardware: str, linears: str, experts: str) -> None:
+    report = judge("model", None, Case(subject(scheme, experts=True), Target.of("vllm", hardware)))
+    assert [(kernel.experts, kernel.name) for _, kernel in report.kernels] == [(False, linears), (True, experts)]
+    assert [kernel["experts"] for kernel in report.to_dict()["kernels"]] == [False, True]
+
+
+def test_the_page_about_vllm_has_the_table_of_kernels_on_gpus() -> None:
+    rows = []
+    for row in VLLM_ON_GPUS:
+        weights = "; ".join(kind.value for kind in row.kinds) + (f" ({row.layout})" if row.layout else "")
+        function = row.source.rpartition(" ")[2]
+        part = "experts" if row.experts else "linears"
+        cells = (weights, part, ", ".join(row.hardware), row.name, row.without_flashinfer, row.computes, function)
+        rows.append(f"| {' | '.join(cells)} |")
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    _, table = page.split("| without FlashInfer | computes with | chosen by |\n|---|---|---|---|---|---|---|\n")
+    assert table.partition("\n\n")[0].splitlines() == rows
 
 
 @pytest.mark.parametrize(

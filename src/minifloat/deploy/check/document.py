@@ -60,8 +60,15 @@ def document(report: CheckReport) -> Document:
     gpus = f" x{target.tp}" if target.tp > 1 else ""
     plugin = f" with the plugin {target.plugin}" if target.plugin else ""
     machine = f"{target.hardware.name}{gpus} ({target.hardware.generation.name})"
-    names = ("weights", "kernel of linears", "computes with")
-    rows = [[kind.value, kernel.name, kernel.computes] for kind, kernel in report.kernels]
+    names = ["weights", "kernel", "computes with"]
+    rows = [
+        [f"{kind.value}, experts" if kernel.experts else kind.value, kernel.name, kernel.computes]
+        for kind, kernel in report.kernels
+    ]
+    if any(kernel.without_flashinfer for _, kernel in report.kernels):
+        names.append("without FlashInfer")
+        for row, (_, kernel) in zip(rows, report.kernels, strict=True):
+            row.append(kernel.without_flashinfer or "the same")
     return Document(
         report.model,
         [

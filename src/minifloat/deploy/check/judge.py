@@ -18,7 +18,7 @@ from minifloat.deploy.check.rules import Finding, LoadVerdict, apply_rules
 from minifloat.deploy.check.subject import Case, Kind, Subject, Weight
 from minifloat.deploy.check.target import ENGINES, LOCAL, Target, machines_of
 from minifloat.errors import TensorError, UsageError
-from minifloat.model.layouts import choose_writer, gpt_oss
+from minifloat.model.layouts import choose_writer
 from minifloat.model.layouts.contradictions import refuse_contradictions
 from minifloat.model.layouts.inspection import inspect_checkpoint
 from minifloat.model.plan.overrides import Override
@@ -42,7 +42,7 @@ class CheckReport(ShortReport):
         scheme: The scheme that the model would be quantized to; None: the checkpoint was judged as it is.
         target: Engine and machine.
         layout: The layout in which it is, or would be, stored; None where nothing is quantized.
-        kernels: The kernel that will multiply each kind of weight, as far as it is known.
+        kernels: The kernels that will multiply linears and experts of each kind, as far as they are known.
         findings: The rules that apply, the worst first.
         contents: Of a GGUF file: the bytes of each type, and the number of files.
     """
@@ -109,7 +109,15 @@ class CheckReport(ShortReport):
             "contents": self.contents,
             "verdict": self.verdict.name.lower(),
             "kernels": [
-                {"weights": kind.value, "kernel": kernel.name, "computes": kernel.computes, "seen": kernel.confirmed}
+                {
+                    "weights": kind.value,
+                    "experts": kernel.experts,
+                    "kernel": kernel.name,
+                    "without_flashinfer": kernel.without_flashinfer,
+                    "computes": kernel.computes,
+                    "source": kernel.source,
+                    "seen": kernel.confirmed,
+                }
                 for kind, kernel in self.kernels
             ],
             "findings": [
@@ -189,25 +197,29 @@ def require_loadable(checkpoint: Checkpoint, plan: QuantizationPlan, target: str
 def judge(model: str, scheme: str | None, case: Case) -> CheckReport:
     """Apply the rules of the case's engine, and name its kernels."""
     findings = list(apply_rules(case))
-    kernel_by_kind = {kind: kernel_for(case, kind) for kind in case.subject.kinds}
     refused = any(finding.verdict.is_failure for finding in findings)
-    unknown = [kind for kind, kernel in kernel_by_kind.items() if kernel is None]
+    unknown = [kind for kind in case.subject.kinds if not _is_known(case, kind)]
     if unknown and not refused:
         findings.append(_not_known(case, unknown))
-    kernels = () if refused else tuple(_reported_kernels(case, kernel_by_kind))
+    kernels = () if refused else tuple(_kernels(case))
     findings.sort(key=lambda finding: -finding.verdict.rank)
     contents = "" if case.subject.file is None else case.subject.file.contents
     return CheckReport(model, scheme, case.target, case.subject.layout, kernels, tuple(findings), contents)
 
 
-def _reported_kernels(
-    case: Case, kernel_by_kind: Mapping[Kind, EngineKernel | None]
-) -> Iterator[tuple[Kind, EngineKernel]]:
-    """Yield the kernels of linears; those of experts only from rows about gpt-oss' experts."""
-    linears = {weight.kind for weight in case.weights(experts=False)}
-    for kind, kernel in kernel_by_kind.items():
-        if kernel is not None and (kind in linears or kernel.layout == gpt_oss.NAME):
-            yield kind, kernel
+def _is_known(case: Case, kind: Kind) -> bool:
+    """Return whether a kernel is known for weights of a kind; that of linears is enough for experts too."""
+    return any(kernel_for(case, kind, experts=experts) for experts in (False, True))
+
+
+def _kernels(case: Case) -> Iterator[tuple[Kind, EngineKernel]]:
+    """Yield the kernels of linears, then those of experts, as far as they are known."""
+    for experts in (False, True):
+        present = {weight.kind for weight in case.weights(experts=experts)}
+        for kind in case.subject.kinds:
+            kernel = kernel_for(case, kind, experts=experts) if kind in present else None
+            if kernel is not None:
+                yield kind, kernel
 
 
 def _not_known(case: Case, kinds: Sequence[Kind]) -> Finding:

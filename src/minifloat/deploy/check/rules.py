@@ -19,10 +19,12 @@ from minifloat.deploy.check.target import (
     AMD,
     BEFORE_ADA,
     BEFORE_BLACKWELL,
+    BEFORE_HOPPER,
     BLACKWELL,
     CPUS,
     FNUZ,
     GPUS,
+    HOPPER,
     LOCALS,
     NVIDIA,
     SINCE_HOPPER,
@@ -118,9 +120,8 @@ _FOUR_BITS = (*MXFP4_KINDS, *NVFP4_KINDS)
 _NOT_GGUF = tuple(kind for kind in Kind if kind not in _FOUR_BITS)
 _PER_TENSOR = (Kind.FP8_STATIC, Kind.FP8_DYNAMIC)
 _FP8_INPUTS = (*_PER_TENSOR, Kind.FP8_BLOCK)
-_MXFP4_INPUTS = (Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
 _NOT_IN_TENSORRT_LLM = (Kind.FP8_WEIGHT_ONLY, Kind.FP8_STATIC, *MXFP8_KINDS, Kind.NVFP4)
-_MX_INPUTS = (Kind.MXFP8_W8A8, *_MXFP4_INPUTS)
+_MX_INPUTS = (Kind.MXFP8_W8A8, Kind.MXFP4_W4A4)
 _NOT_ON_MI300 = (*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4)
 
 # Versions and places in the code of engines, as `seen` and `source` name them.
@@ -131,7 +132,10 @@ _TRANSFORMERS_CPU = "transformers 5.24.0 on a CPU"
 _COMPRESSED_TENSORS_CPU = "transformers 5.24.0 with compressed-tensors 0.20.1 on a CPU"
 _VLLM_KERNELS = "model_executor/kernels/linear/__init__.py"
 _ISSUE_56770 = "vllm issue 56770, open on 2026-11-28"
+_HUMMING = "quantization/utils/humming/schema.py: check_and_fallback_input_schema"
+_W4A8 = f"compressed_tensors/schemes/compressed_tensors_w4a8_mxfp4.py; {_HUMMING}"
 _VLLM_SCHEMES = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
+_ASKS_FOR_MXFP4 = f"{_VLLM_SCHEMES} asks for MXFP4 inputs where none are declared"
 _SGLANG = "SGLang 0.5.23: "
 _TENSORRT_LLM = "TensorRT-LLM, main branch at 21156a7a: "
 _SGLANG_GGUF = "SGLang, main branch at 0137a1e7: layers/quantization/gguf.py"
@@ -201,6 +205,12 @@ def _experts(*kinds: Kind) -> Condition:
 
 def _linears(*kinds: Kind) -> Condition:
     return weights(*kinds, layout=CT, experts=False)
+
+
+def _emulated(case: Case) -> list[str]:
+    """Return the weights that vLLM decodes on MI300; experts as gpt-oss stores them have kernels there."""
+    experts = _experts(*MXFP8_KINDS, Kind.MXFP4_W4A8, Kind.NVFP4_W4A4)
+    return [*weights(*_NOT_ON_MI300, experts=False)(case), *experts(case)]
 
 
 def _unknown_architecture(names: Callable[[], Collection[str]]) -> Condition:
@@ -471,7 +481,7 @@ RULES: tuple[LoadingRule, ...] = (
         "a weight-only MXFP4 checkpoint runs as W4A4 on sm_100: inputs are rounded to 4 bits, "
         "which no comparison here has measured",
         cure="start vLLM with --linear-backend marlin",
-        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py ({_ISSUE_56770})",
+        source=f"{_ASKS_FOR_MXFP4}; mxfp4/flashinfer.py ({_ISSUE_56770})",
     ),
     rule("vllm-b200-mxfp8-inputs", VLLM, BLACKWELL, DEGRADED, weights(Kind.MXFP8)).because(
         "a weight-only MXFP8 checkpoint runs as W8A8 on sm_100: inputs are rounded to MXFP8",
@@ -479,13 +489,27 @@ RULES: tuple[LoadingRule, ...] = (
         source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp8/flashinfer.py",
     ),
     rule("vllm-b200-w4a8", VLLM, BLACKWELL, DEGRADED, _linears(Kind.MXFP4_W4A8)).because(
-        "MXFP4 linears run as W4A4 on sm_100: inputs are rounded to 4 bits, where the checkpoint declares 8",
-        cure="compare the model with --scheme mxfp4-w4a4, or start vLLM with --linear-backend marlin",
-        source=f"{_VLLM_SCHEMES} does not look at input_activations; mxfp4/flashinfer.py ({_ISSUE_56770})",
+        "Humming is the only kernel for MXFP4 weights with FP8 inputs, and vLLM's log calls it slow on sm_100",
+        cure="quantize with --scheme mxfp4-w4a4",
+        source=_W4A8,
+    ),
+    rule("vllm-a100-w4a8", VLLM, BEFORE_ADA, REFUSED, _linears(Kind.MXFP4_W4A8)).because(
+        "Humming is chosen for FP8 inputs, which sm_80 does not multiply (No compatible Humming input schema)",
+        cure="start vLLM with --linear-backend marlin, or quantize with --scheme mxfp4: inputs stay in 16 bits",
+        source=_W4A8,
+    ),
+    rule("vllm-hopper-mxfp4-inputs", VLLM, HOPPER, DEGRADED, _linears(Kind.MXFP4)).because(
+        "weight-only MXFP4 linears run with FP8 inputs, scaled per token, on sm_90",
+        cure="start vLLM with --linear-backend marlin",
+        source=f"{_ASKS_FOR_MXFP4}; {_HUMMING}",
     ),
     rule("vllm-mx-before-blackwell", VLLM, BEFORE_BLACKWELL, DEGRADED, weights(*_MX_INPUTS, layout=CT)).because(
-        "no MX arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
-        source=f"{_VLLM_KERNELS}: _POSSIBLE_MXFP4_KERNELS and _POSSIBLE_MXFP8_KERNELS; Marlin is what is left",
+        "no MX arithmetic before Blackwell: inputs stay in 16 bits, and those of MXFP4 linears on Hopper in FP8",
+        source=f"{_VLLM_KERNELS}: _POSSIBLE_MXFP4_KERNELS and _POSSIBLE_MXFP8_KERNELS; {_HUMMING}",
+    ),
+    rule("vllm-w4a8-experts", VLLM, BEFORE_HOPPER, DEGRADED, _experts(Kind.MXFP4_W4A8)).because(
+        "Marlin runs these experts before Hopper, and their inputs stay in 16 bits",
+        source="layers/fused_moe/oracle/mxfp4.py: _get_priority_backends",
     ),
     rule("nvfp4-before-blackwell", SERVERS, BEFORE_BLACKWELL, DEGRADED, weights(Kind.NVFP4_W4A4)).because(
         "no FP4 arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
@@ -496,11 +520,17 @@ RULES: tuple[LoadingRule, ...] = (
         cure="quantize with --scheme fp8-block",
         source=f"{_VLLM_KERNELS}: init_nvfp4_linear_kernel forces MarlinNvFp4LinearKernel, which requires CUDA",
     ),
-    rule("vllm-mi300-emulated", VLLM, FNUZ, DEGRADED, weights(*_NOT_ON_MI300, experts=False)).because(
+    rule("vllm-mi300-emulated", VLLM, FNUZ, DEGRADED, _emulated).because(
         "gfx94x does not multiply this format: weights are decoded to BF16, at load or in every step, and nothing "
         "is faster",
         cure="quantize with --scheme fp8-block",
-        source=f"{_VLLM_KERNELS}: the native MX kernels ask for gfx95x; Emulation*LinearKernel is what is left",
+        source=f"{_VLLM_KERNELS}: the native MX kernels ask for gfx95x; Emulation*LinearKernel and "
+        "layers/fused_moe/experts/*_emulation_moe.py are what is left",
+    ),
+    rule("vllm-mi300-mxfp4-experts", VLLM, FNUZ, REFUSED, _experts(Kind.MXFP4, Kind.MXFP4_W4A4)).because(
+        "these experts are prepared for Marlin, whose kernels are for NVIDIA only",
+        cure=_USE_BLOCK,
+        source="compressed_tensors_moe/compressed_tensors_moe_w4a4_mxfp4.py: CompressedTensorsW4A4Mxfp4MoEMethod",
     ),
     rule("mi300-fnuz", SERVERS, FNUZ, LOADS, weights(*_FP8_INPUTS)).because(
         "MI300 computes in E4M3fnuz, where a code is worth half: codes stay, scales are doubled at load, -0 becomes 0",
