@@ -40,6 +40,9 @@ _COMPLETE = "minifloat-interop.sha256"
 #: torchvision of the torch in requirements-vllm.txt. Its operators are built for CUDA, so that it is kept apart.
 _TORCHVISION = "torchvision==0.28.0"
 
+#: vLLM's package for GPUs, and Humming, which it requires, with what is imported of it.
+_VLLM_FOR_GPUS = ("vllm==0.33.0", "humming-kernels==0.1.19", "cuda-bindings", "cuda-pathfinder")
+
 
 @cache
 def python_of(tool: str) -> str:
@@ -73,6 +76,16 @@ def torchvision_of(tool: str) -> str:
         if not (folder / "torchvision").is_dir():
             _pip(tool, python, "install", "--no-deps", "--target", str(folder), _TORCHVISION)
     return os.pathsep.join([str(INTEROP / "torchvision_operators"), str(folder)])
+
+
+@cache
+def vllm_for_gpus() -> str:
+    """What PYTHONPATH must be for the Python code of vLLM's package for GPUs to be imported where vLLM is for CPUs."""
+    python, folder = Path(python_of("vllm")), VENVS / "vllm-for-gpus"
+    with _locked(VENVS / "vllm.lock"):
+        if not (folder / "vllm").is_dir():
+            _pip("vllm", python, "install", "--no-deps", "--target", str(folder), *_VLLM_FOR_GPUS)
+    return str(folder)
 
 
 def _pip(tool: str, python: Path, *arguments: str) -> None:
