@@ -379,8 +379,7 @@ def _eager(case: Case, quantized: Quantized) -> Any:
 
 
 def engine(quantized: Quantized) -> Outcome:
-    """Generate greedily with the engine; each token must be the most probable one of the reference."""
-    expected = plain.greedy(quantized.model)
+    """Generate greedily with the engine; the reference must have its log-probabilities before each token."""
     try:
         engine = Engine(
             quantized.folder,
@@ -395,20 +394,17 @@ def engine(quantized: Quantized) -> Outcome:
         found = _generate(engine)
     except Exception as error:
         return Outcome.refused(error)
-    worst = 0.0
-    for prompt, (tokens, steps) in enumerate(zip(found, expected, strict=True)):
-        for index, (choice, (best, logits)) in enumerate(zip(tokens, steps, strict=True)):
-            logprobs = logits.log_softmax(-1)
+    texts, worst = [[choice.token for choice in choices] for choices in found], 0.0
+    for prompt, (choices, expected) in enumerate(zip(found, plain.logits_before(quantized.model, texts), strict=True)):
+        for index, (choice, logprobs) in enumerate(zip(choices, expected.log_softmax(-1), strict=True)):
             worst = max(worst, *(abs(float(logprobs[other.token]) - other.logprob) for other in choice.top))
             if worst > _LOGPROB:
-                if [[choice.token for choice in tokens] for tokens in found] == _cached(quantized.model):
+                if texts == _cached(quantized.model):
                     return Outcome(
                         Status.WITHIN,
                         f"{engine.info.runner}, as transformers with its cache, which answers otherwise than without",
                     )
                 return Outcome(Status.WRONG, f"prompt {prompt}, token {index}: a log-probability is {worst:.1e} off")
-            if choice.token != best:  # two tokens are equally probable; the texts go on differently
-                break
     return Outcome(Status.EXACT, f"{engine.info.runner}, log-probabilities {worst:.1e}")
 
 

@@ -38,18 +38,10 @@ def logits_of(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def greedy(model: Any) -> list[list[tuple[int, Tensor]]]:
-    """Return, for each prompt, the most probable next tokens and their logits, without a cache."""
-    result = []
-    for prompt in PROMPTS:
-        ids, steps = list(prompt), []
-        for _ in range(NEW_TOKENS):
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
-            token = int(logits.argmax())
-            steps.append((token, logits))
-            ids.append(token)
-        result.append(steps)
-    return result
+def logits_before(model: Any, texts: list[list[int]]) -> list[Tensor]:
+    """Return, for each prompt, the logits before each token of the text behind it, without a cache."""
+    inputs = [torch.tensor([[*prompt, *text[:-1]]]) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    return [model(input_ids=ids, use_cache=False).logits[0, -NEW_TOKENS:].float() for ids in inputs]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -49,9 +49,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return functools.cache(lambda name: write(model(name), tmp_path_factory.mktemp("m") / name.replace(" ", "_")))
 
 
-@functools.cache
-def expected_tokens(name: str) -> list[list[int]]:
-    return [greedy(model(name), tokens, COUNT) for tokens in PROMPTS]
+def assert_greedy(engine: Engine, model: Any) -> list[list[int]]:
+    """Assert that the engine's tokens are those of transformers' code, and return them."""
+    found = [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)]
+    assert found == [greedy(model, tokens, COUNT, guess) for tokens, guess in zip(PROMPTS, found, strict=True)]
+    return found
 
 
 @functools.cache
@@ -101,11 +103,11 @@ def test_logits_are_those_of_transformers(name: str, impl: str, folder_of: Calla
 @families
 def test_greedy_tokens_are_those_of_transformers(name: str, folder_of: Callable[[str], Path]) -> None:
     """Alone, together, in pieces, after preemption, and from the prefix cache."""
-    answers = expected_tokens(name)
     engine = Engine(folder_of(name), EngineOptions(dtype="float32", max_num_seqs=5, max_num_batched_tokens=16))
     assert engine.info.runner == "native", engine.info.reason_not_native
-    assert [list(engine.generate([tokens], GREEDY)[0].tokens) for tokens in PROMPTS] == answers
-    assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
+    alone = [list(engine.generate([tokens], GREEDY)[0].tokens) for tokens in PROMPTS]
+    answers = assert_greedy(engine, model(name))
+    assert alone == answers
     small = Engine(
         folder_of(name), EngineOptions(dtype="float32", kv_cache_memory=memory_of_blocks(engine, 7), max_model_len=80)
     )
@@ -271,8 +273,7 @@ def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name
     engine = Engine(tmp_path / "q", EngineOptions(dtype="float32", lm_head="bf16"))
     assert engine.info.runner == "native", engine.info.reason_not_native
     reference = load(tmp_path / "q", LoadOptions(dtype=torch.float32, weight_only=True, impl="reference"))
-    answers = [greedy(reference, tokens, COUNT) for tokens in PROMPTS]
-    assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
+    assert_greedy(engine, reference)
 
 
 # ------------------------------------------------------------------------------------- text models within others
@@ -287,5 +288,4 @@ def test_the_text_model_beside_a_tower_is_native(name: str, tmp_path: Path, capl
     assert engine.info.runner == "native", engine.info.reason_not_native
     assert "are not used by the model" in caplog.text
     assert "text part native; images are not served" in caplog.text
-    answers = [greedy(model, tokens, COUNT) for tokens in PROMPTS]
-    assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
+    assert_greedy(engine, model)

