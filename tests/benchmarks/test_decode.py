@@ -14,23 +14,8 @@ import pytest
 
 from minifloat.evaluate.bench import shapes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FP8, MXFP4, BASELINE = "minifloat FP8", "minifloat MXFP4", "transformers BF16"
 QUIET = {"others": 0.01, "stolen": 0.0}
-
-
-@pytest.fixture
-def decode(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import decode
-
-    return decode
-
-
-@pytest.fixture
-def report(decode: ModuleType) -> ModuleType:
-    module: ModuleType = decode.decode_report
-    return module
 
 
 def row(engine: str, steps: list[float], prompts: list[float] | None = None, batch: int = 1) -> dict[str, Any]:
@@ -45,12 +30,12 @@ def piece(*rows: dict[str, Any], isa: str = "avx512_bf16", use: dict[str, float]
     return fixed | {"bandwidths": [2e10] * rounds, "use": use, "rows": list(rows)}
 
 
-def test_bars_are_judged_round_by_round(report: ModuleType) -> None:
+def test_bars_are_judged_round_by_round(decode_report: ModuleType) -> None:
     # The machine runs at half its speed in the last two rounds; the ratio is 3 in every round.
     slow = piece(
         row(BASELINE, [0.3, 0.6, 0.6]), row(FP8, [0.1, 0.2, 0.2]), row(MXFP4, [0.1, 0.2, 0.2]), isa="avx512_bf16"
     )
-    words = {line.split("  ")[0]: line.split()[-1] for line in report.verdicts([slow])}
+    words = {line.split("  ")[0]: line.split()[-1] for line in decode_report.verdicts([slow])}
     assert words["batch 1, step: minifloat FP8 over transformers BF16"] == "pass"
     assert words["batch 1, step: minifloat MXFP4 over transformers BF16"] == "SHORT"
     assert words["batch 1, step: minifloat FP8 over llama.cpp Q8_0"] == "measured"
@@ -59,28 +44,28 @@ def test_bars_are_judged_round_by_round(report: ModuleType) -> None:
     assert words["batch 1, all: minifloat FP8, share of the read bandwidth"] == "SHORT"
 
 
-def test_a_run_beside_other_work_is_not_to_be_quoted(report: ModuleType) -> None:
+def test_a_run_beside_other_work_is_not_to_be_quoted(decode_report: ModuleType) -> None:
     steady = row(FP8, [0.1] * 3)
-    assert report.doubts(piece(steady, use={"others": 0.3, "stolen": 0.1})) == [
+    assert decode_report.doubts(piece(steady, use={"others": 0.3, "stolen": 0.1})) == [
         "the run: other processes used 30% of the machine",
         "the run: the hypervisor took 10% of the machine's time",
     ]
-    assert report.doubts(piece(steady, use=None)) == ["the run: the system does not say how busy it is"]
-    assert report.doubts(piece(row(FP8, [0.1, 0.1]))) == ["the run: 2 rounds are too few"]
+    assert decode_report.doubts(piece(steady, use=None)) == ["the run: the system does not say how busy it is"]
+    assert decode_report.doubts(piece(row(FP8, [0.1, 0.1]))) == ["the run: 2 rounds are too few"]
 
 
-def test_a_figure_that_varies_is_not_to_be_quoted(report: ModuleType) -> None:
+def test_a_figure_that_varies_is_not_to_be_quoted(decode_report: ModuleType) -> None:
     rows = (row(FP8, [0.1, 0.1, 0.12], [1.0] * 3), row(MXFP4, [0.1] * 3, [1.0, 1.2, 1.0], batch=8))
-    assert report.doubts(piece(*rows)) == ["minifloat FP8, batch 1, step: spread 20%"]
+    assert decode_report.doubts(piece(*rows)) == ["minifloat FP8, batch 1, step: spread 20%"]
 
 
-def test_the_table_names_losses_and_spreads(report: ModuleType) -> None:
+def test_the_table_names_losses_and_spreads(decode_report: ModuleType) -> None:
     rows = (
         row(FP8, [0.1] * 3, [1.0] * 3),
         row(MXFP4, [0.05] * 3, [1.0] * 3),
         row("OpenVINO INT4", [0.06, 0.08, 0.1], [0.5] * 3),
     )
-    lines = list(report.markdown([piece(*rows)]))
+    lines = list(decode_report.markdown([piece(*rows)]))
     assert lines[0] == "| engine | batch 1: ms per step | 256 tokens of prompt, ms | RSS, MB (peak) |"
     assert lines[2] == "| minifloat FP8 | 100.0 | 1000 | 2000 (3000) |"
     assert lines[4] == ("| OpenVINO INT4 | 80.0 ±50% (**0.80x**, 1.60x) | 500 (**0.50x**, **0.50x**) | 2000 (3000) |")
@@ -144,10 +129,7 @@ def test_no_round_begins_that_would_end_after_the_minutes(decode: ModuleType, mo
     assert engine.step == {1: [0.02]}
 
 
-def test_every_tensor_of_the_shape_has_a_name_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import decode_models
-
+def test_every_tensor_of_the_shape_has_a_name_in_llama_cpp(decode_models: ModuleType) -> None:
     names = [decode_models.gguf_name(tensor.name) for tensor in shapes.get_shape("tinyllama-1.1b").tensors]
     whole = {"token_embd.weight", "blk.0.attn_q.weight", "blk.0.attn_k.weight", "output_norm.weight", "output.weight"}
     assert whole - set(names) == set()

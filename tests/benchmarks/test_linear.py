@@ -18,23 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 needs_library = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
 
 
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import linear_report
-
-    return linear_report
-
-
-@pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import linear_shapes
-
-    return linear_shapes
-
-
-def test_ratios_are_taken_round_by_round(report: ModuleType) -> None:
+def test_ratios_are_taken_round_by_round(linear_report: ModuleType) -> None:
     # The machine runs at half its speed in the last two rounds; the ratio is 2 in every round.
     samples = {
         "memory read": [1e-3, 2e-3, 2e-3],
@@ -42,20 +26,20 @@ def test_ratios_are_taken_round_by_round(report: ModuleType) -> None:
         "fp8": [2e-3, 4e-3, 4e-3],
     }
     nbytes = {"memory read": 100, "torch BF16": 200, "fp8": 100}
-    rows = {row.contender: row for row in report.rows_of(report.Case("s", (4, 8), 3, nbytes, samples))}
+    rows = {row.contender: row for row in linear_report.rows_of(linear_report.Case("s", (4, 8), 3, nbytes, samples))}
     assert (rows["fp8"].faster, rows["fp8"].read) == (2.0, 0.5)
     assert (rows["memory read"].faster, rows["memory read"].read, rows["memory read"].gflops) == (None, 1.0, 0)
     assert rows["fp8"].gflops == pytest.approx(2 * 3 * 4 * 8 / 4e-3 / 1e9)
 
 
-def test_what_is_slower_than_torch_is_marked(report: ModuleType) -> None:
+def test_what_is_slower_than_torch_is_marked(linear_report: ModuleType) -> None:
     samples = {"torch BF16": [1.0] * 3, "fp8": [2.0] * 3}
-    rows = report.rows_of(report.Case("s", (4, 8), 2, dict.fromkeys(samples, 1), samples))
-    assert ["0.50!" in report.line(2, row, 1.0) for row in rows] == [False, True]
+    rows = linear_report.rows_of(linear_report.Case("s", (4, 8), 2, dict.fromkeys(samples, 1), samples))
+    assert ["0.50!" in linear_report.line(2, row, 1.0) for row in rows] == [False, True]
 
 
-def test_shapes_have_names_and_equal_ones_are_measured_once(shapes: ModuleType) -> None:
-    found = shapes.parse_shapes("llama-8b,4096x4096,qwen3-0.6b/o,7x5")
+def test_shapes_have_names_and_equal_ones_are_measured_once(linear_shapes: ModuleType) -> None:
+    found = linear_shapes.parse_shapes("llama-8b,4096x4096,qwen3-0.6b/o,7x5")
     assert found["llama-8b/qkv"] == (6144, 4096)
     assert found["qwen3-0.6b/o"] == (1024, 2048)
     assert found["7x5"] == (7, 5)
@@ -63,9 +47,9 @@ def test_shapes_have_names_and_equal_ones_are_measured_once(shapes: ModuleType) 
 
 
 @pytest.mark.parametrize("text", ["7", "llama-9b", "llama-8b/head", "7x", ""])
-def test_an_unknown_shape_is_refused(shapes: ModuleType, text: str) -> None:
+def test_an_unknown_shape_is_refused(linear_shapes: ModuleType, text: str) -> None:
     with pytest.raises(UsageError, match="unknown"):
-        shapes.parse_shapes(text)
+        linear_shapes.parse_shapes(text)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -17,20 +17,6 @@ pytest.importorskip("fastapi")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import serve
-
-    return serve
-
-
-@pytest.fixture
-def serve_process(serve: ModuleType) -> ModuleType:
-    module: ModuleType = sys.modules["serve_process"]
-    return module
-
-
 @pytest.mark.parametrize(("prefix", "context"), [(0, 768), (256, 1024)])
 def test_the_server_of_llama_cpp_starts_with_a_slot_per_client(
     serve: ModuleType, tmp_path: Path, prefix: int, context: int
