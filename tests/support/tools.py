@@ -84,7 +84,7 @@ def vllm_for_gpus() -> str:
     python, folder = Path(python_of("vllm")), VENVS / "vllm-for-gpus"
     with _locked(VENVS / "vllm.lock"):
         if not (folder / "vllm").is_dir():
-            _pip("vllm", python, "install", "--no-deps", "--target", str(folder), *_VLLM_FOR_GPUS)
+            _pip("vllm", python, "install", "--no-compile", "--no-deps", "--target", str(folder), *_VLLM_FOR_GPUS)
     return str(folder)
 
 
