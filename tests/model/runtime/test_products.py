@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from minifloat.model.runtime import products
 from minifloat.model.runtime.products import fast_products
 
+_SLOW_DTYPES = products._slow_dtypes
 #: How far one rounding to the dtype is from the exact value at most, and a little for sums in float32.
 BOUNDS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 half = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -20,7 +22,7 @@ half = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_slow_dtypes", lambda: frozenset(BOUNDS))
+    monkeypatch.setattr(products, "_slow_dtypes", lambda: dict.fromkeys(BOUNDS, 0))
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -86,19 +88,39 @@ def test_gradients_of_attention_are_those_of_float32_rounded() -> None:
 def test_a_large_matrix_becomes_float32_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [drawn(*shape, dtype=torch.bfloat16) for shape in ((6, 64), (50, 64), (50,))]
     monkeypatch.setattr(products, "_MOST_ELEMENTS", 64 * 7)
-    widest = 0
-    to_float = Tensor.float
-
-    def watched(self: Tensor) -> Tensor:
-        nonlocal widest
-        widest = max(widest, self.numel())
-        return to_float(self)
-
-    monkeypatch.setattr(Tensor, "float", watched)
+    monkeypatch.setattr(products, "_BUFFER", products._Buffer())
     with fast_products():
         found = linear(*inputs)
-    assert widest == 64 * 7
+    assert products._BUFFER.values is not None
+    assert products._BUFFER.values.numel() == 64 * 7
     assert_rounded(found, linear(*(x.double() for x in inputs)))
+
+
+@half
+def test_few_rows_are_torch_s_where_it_is_not_slow_in_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_slow_dtypes", lambda: dict.fromkeys(BOUNDS, 6))
+    monkeypatch.setattr(products, "_BUFFER", products._Buffer())
+    weight, bias = drawn(40, 64, dtype=dtype), drawn(40, dtype=dtype)
+    with fast_products():
+        for x in (drawn(5, 64, dtype=dtype), drawn(1, 5, 64, dtype=dtype)):
+            assert torch.equal(linear(x, weight, bias), torch.ops.aten.linear(x, weight, bias))
+        assert products._BUFFER.values is None
+        for x in (drawn(6, 64, dtype=dtype), drawn(2, 3, 64, dtype=dtype)):
+            assert_rounded(linear(x, weight, bias), linear(x.double(), weight.double(), bias.double()))
+        assert products._BUFFER.values is not None
+
+
+@pytest.mark.parametrize(
+    ("isas", "rows"),
+    [(("amx", "avx512_bf16"), None), (("avx512_bf16", "avx512"), None), (("avx512_vnni", "avx512"), 128)],
+)
+def test_bf16_is_slow_with_avx512_unless_its_products_are_fast(
+    isas: tuple[str, ...], rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(products.native, "load", lambda: SimpleNamespace(isas=isas))
+    assert _SLOW_DTYPES.__wrapped__().get(torch.bfloat16) == rows
 
 
 def test_other_dtypes_and_operations_are_torch_s() -> None:
@@ -109,5 +131,5 @@ def test_other_dtypes_and_operations_are_torch_s() -> None:
 
 
 def test_where_torch_is_fast_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_slow_dtypes", frozenset)
+    monkeypatch.setattr(products, "_slow_dtypes", dict)
     assert isinstance(fast_products(), nullcontext)
