@@ -458,9 +458,11 @@ def test_logits_of_a_model_in_16_bits_are_not_rounded(
         model = CalibrationModel(checkpoint, CalibrateOptions(dtype=dtype))
         stack = LayerStack(model, model.loader(), None)
         pool = storage.ArgumentPool(calls, stack.device)
-        stack.capture(DATA.sequences[:1], pool, lambda _, hidden: states.append(hidden))
+        batch = DATA.sequences[:2]
+        stack.capture([batch], pool, lambda _, hidden: states.append(hidden))
         with stack.logits_in_float32():
-            [logits] = stack.logits_of(DATA.sequences[0], states)
+            found = [list(logits) for logits in stack.logits_of(batch, states)]
     with torch.inference_mode():
-        expected = whole.model.norm(states[0])[0].float() @ whole.lm_head.weight.float().T
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+        expected = whole.model.norm(states[0]).float() @ whole.lm_head.weight.float().T
+    for [logits], wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-6)

@@ -156,7 +156,9 @@ def open_layer(folder: Path, file: Path, text: CalibrationSet, index: int = 0) -
         stack = LayerStack(model, model.loader(), None)
         hidden: list[Tensor] = []
         pool = ArgumentPool(arguments, stack.device)
-        calls = stack.capture(text.sequences, pool, lambda _, states: hidden.append(states.clone()))
+        calls = stack.capture(
+            [(sequence,) for sequence in text.sequences], pool, lambda _, states: hidden.append(states.clone())
+        )
         for earlier in range(index):
             with stack.weights.layer(earlier) as layer:
                 hidden = [call[earlier].run(layer, x) for call, x in zip(calls, hidden, strict=True)]

@@ -59,7 +59,7 @@ def calibrate_layerwise(
             work = stack.enter_context(LayerWork(work_dir, run_fingerprint(loader, data, facts), STATS_FORMAT))
             try:
                 if len(work.finished) < len(layers):
-                    with LayerWalk(layers, data.sequences, work) as walk:
+                    with LayerWalk(layers, [(sequence,) for sequence in data.sequences], work) as walk:
                         walk.run(_Observation(walk, model, data, options, progress).run_layer)
             except LayersNotSeparableError:
                 work.remove()

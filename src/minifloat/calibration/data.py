@@ -212,6 +212,9 @@ def _is_unicode(text: str) -> bool:
 #: Returns this number of sequences of text that the model itself writes; the record has one source.
 OwnText: TypeAlias = "Callable[[int], CalibrationSet]"
 
+#: Sequences of one length that run through a layer together, each of token ids.
+Batch: TypeAlias = Sequence[Sequence[int]]
+
 #: A string is parsed by `Source.parse`; a path object is taken as it is.
 SourceLike: TypeAlias = str | os.PathLike[str] | Source
 

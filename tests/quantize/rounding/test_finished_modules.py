@@ -60,21 +60,22 @@ def test_a_module_that_changes_the_output_of_its_linear_is_not_closed(tmp_path: 
 def test_the_linear_runs_alone_on_the_kept_inputs(tmp_path: Path) -> None:
     block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
     model = nn.ModuleDict({"block": block})
-    inputs = torch.randn(3, 8)
+    inputs = torch.randn(6, 8)
     with TensorFile(tmp_path / "file") as file, torch.inference_mode():
         finished = FinishedModules(model, {2: FinishedModule("block", "block.2", 3, 2)}, file)
-        finished.keep(1, 0, torch.randn(3, 5))  # of a stage that closes nothing
+        finished.keep(1, 0, torch.randn(6, 5))  # of a stage that closes nothing
         finished.keep(2, 0, inputs)
-        with finished.applied(0):
-            output, nothing = block(torch.randn(1, 3, 4))
-            assert output.equal(block[2](inputs[None]))
+        hidden = torch.randn(2, 3, 4)
+        with finished.applied(0, hidden):
+            output, nothing = block(hidden)
+            assert output.equal(block[2](inputs.view(2, 3, 8)))
             assert nothing is None
-        with finished.applied(1):  # no inputs of this sequence
+        with finished.applied(1, hidden):  # no inputs of this batch
             assert block(torch.randn(2, 4)).shape == (2, 4)
         assert block(torch.randn(2, 4)).shape == (2, 4)
 
 
-def test_a_linear_runs_once_for_each_sequence_whatever_follows_it(tmp_path: Path) -> None:
+def test_a_linear_runs_once_for_each_batch_whatever_follows_it(tmp_path: Path) -> None:
     parts = [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width, bias=False)) for width in (4, 8, 4)]
     model = nn.ModuleDict({"a": parts[0], "b": parts[1], "c": parts[2]})
     counts = dict.fromkeys(model, 0)
@@ -91,8 +92,9 @@ def test_a_linear_runs_once_for_each_sequence_whatever_follows_it(tmp_path: Path
         expected = [part[1](kept[stage][None]) for stage, part in enumerate(parts)]
         counts.update(dict.fromkeys(counts, 0))
         for _ in range(3):
-            with finished.applied(5):
-                assert all(part(torch.randn(1, 3, 4)).equal(want) for part, want in zip(parts, expected, strict=True))
+            hidden = torch.randn(1, 3, 4)
+            with finished.applied(5, hidden):
+                assert all(part(hidden).equal(want) for part, want in zip(parts, expected, strict=True))
     assert counts == {"a": 1, "b": 1, "c": 3}  # nothing follows the last one: its output is not kept
 
 

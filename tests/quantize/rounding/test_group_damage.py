@@ -25,7 +25,8 @@ from minifloat.quantize.rounding.group_damage import Change, DamageRequest, Dama
 from minifloat.quantize.rounding.methods import Grid
 from minifloat.quantize.rounding.output_moments import OutputMoments
 
-SEQUENCES = make_text(3, 20).sequences
+#: Two of one length, which run together, and one more.
+SEQUENCES = (*(sequence[:15] for sequence in make_text(2, 20).sequences), *make_text(1, 20, seed=1).sequences)
 ATTENTION = {
     "qkv 0": [f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv"],
     "o": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)],

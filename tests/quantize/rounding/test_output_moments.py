@@ -21,7 +21,8 @@ from minifloat.quantize.estimate import moment_tokens
 from minifloat.quantize.rounding import output_moments as module
 from minifloat.quantize.rounding.output_moments import OutputMoments
 
-SEQUENCES = make_text(3, 20).sequences
+#: Two of one length, which run together, and one more.
+SEQUENCES = (*(sequence[:15] for sequence in make_text(2, 20).sequences), *make_text(1, 20, seed=1).sequences)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_a_run_killed_several_times_gives_the_same_bits_and_runs_no_finished_lay
     moments, kills = random.Random(2026), 0
     with forking_server(SERVER, log, folder, work, KEPT, HELD_OUT, pause=0.003) as server:
         while (before := finished_in(work)) < LAYERS - 2:
-            lines = run_and_kill(server, log, moments.randrange(5, 80))  # a layer has 42 steps
+            lines = run_and_kill(server, log, moments.randrange(5, 80))  # a layer has 40 steps
             lines = [line for line in lines if not line.startswith("gradients of ")]
             assert not lines or lines[0].startswith(f"layer {before + 1} of {LAYERS}")
             kills += 1
@@ -91,7 +91,7 @@ def test_a_run_killed_several_times_gives_the_same_bits_and_runs_no_finished_lay
     assert result == undisturbed
 
 
-@pytest.mark.parametrize("calls", [1, 8, 25, 42])
+@pytest.mark.parametrize("calls", [1, 8, 25, 40])
 def test_an_interrupted_run_continues_in_the_layer_that_it_was_in(
     folder: Path, undisturbed: Rounding, tmp_path: Path, calls: int
 ) -> None:

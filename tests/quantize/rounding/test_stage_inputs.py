@@ -122,7 +122,7 @@ def rows(*values: float) -> Tensor:
 
 
 def test_rows_of_a_dense_stage_are_paired_in_order() -> None:
-    found, experts = pair(StageInputs(rows(1, 2, 3)), StageInputs(rows(1.5, 2.5, 3.5)), DENSE, 0)
+    found, experts = pair(StageInputs(rows(1, 2, 3)), StageInputs(rows(1.5, 2.5, 3.5)), DENSE, "sequence 0")
     assert experts is None
     assert torch.equal(found.inputs, rows(1.5, 2.5, 3.5))
     assert torch.equal(found.reference, rows(1, 2, 3))
@@ -132,14 +132,14 @@ def test_rows_of_a_dense_stage_are_paired_in_order() -> None:
 def test_the_error_of_the_residual_stream_counts_in_units_of_the_linears_output() -> None:
     stage = Stage("layer.o_proj", (("layer.o_proj",),), 2, residual=Residual("", 0.25))
     original, quantized = StageInputs(rows(1, 2), residual=rows(5, 6)), StageInputs(rows(1, 2), residual=rows(4, 8))
-    found, _ = pair(original, quantized, stage, 0)
+    found, _ = pair(original, quantized, stage, "sequence 0")
     assert found.residual is not None
     assert torch.equal(found.residual, rows(4, -8))
 
 
 def test_the_reference_of_a_gate_is_the_hidden_state_of_its_token_whatever_its_expert_was() -> None:
     quantized = StageInputs(rows(10, 12, 11), torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]))
-    found, experts = pair(StageInputs(rows(1, 2, 3)), quantized, INNER, 0)
+    found, experts = pair(StageInputs(rows(1, 2, 3)), quantized, INNER, "sequence 0")
     assert torch.equal(experts, torch.tensor([0, 0, 1]))
     assert torch.equal(found.inputs, rows(10, 12, 11))
     assert torch.equal(found.reference, rows(1, 3, 2))
@@ -148,7 +148,7 @@ def test_the_reference_of_a_gate_is_the_hidden_state_of_its_token_whatever_its_e
 def test_a_token_that_is_routed_elsewhere_in_the_quantized_model_counts_as_without_drift() -> None:
     original = StageInputs(rows(1, 2, 3), torch.tensor([0, 1, 1]), torch.tensor([5, 5, 7]))
     quantized = StageInputs(rows(10, 20, 30, 40), torch.tensor([0, 0, 1, 1]), torch.tensor([5, 7, 4, 7]))
-    found, experts = pair(original, quantized, OUTER, 0)
+    found, experts = pair(original, quantized, OUTER, "sequence 0")
     assert torch.equal(experts, torch.tensor([0, 0, 1, 1]))
     assert torch.equal(found.reference, rows(1, 20, 30, 3))
     assert torch.equal(found.inputs, rows(10, 20, 30, 40))
@@ -157,14 +157,14 @@ def test_a_token_that_is_routed_elsewhere_in_the_quantized_model_counts_as_witho
 def test_an_expert_that_the_original_model_used_for_no_token_has_no_drift() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     quantized = StageInputs(rows(10, 20), torch.tensor([0, 1]), torch.tensor([3, 3]))
-    found, _ = pair(StageInputs(rows(), none, none), quantized, OUTER, 0)
+    found, _ = pair(StageInputs(rows(), none, none), quantized, OUTER, "sequence 0")
     assert torch.equal(found.reference, rows(10, 20))
 
 
 def test_no_rows_are_a_pair_of_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     found, experts = pair(
-        StageInputs(rows(1), torch.tensor([0]), torch.tensor([0])), StageInputs(rows(), none, none), OUTER, 0
+        StageInputs(rows(1), torch.tensor([0]), torch.tensor([0])), StageInputs(rows(), none, none), OUTER, "sequence 0"
     )
     assert len(found.inputs) == len(found.reference) == 0
     assert experts is not None
@@ -177,7 +177,7 @@ def test_nan_or_inf_in_an_input_is_refused_with_module_and_sequence(broken: str,
     stage_inputs = {"original": StageInputs(rows(1, 2)), "quantized": StageInputs(rows(1, 2))}
     stage_inputs[broken].inputs[1, 0] = value
     with pytest.raises(NonFiniteError, match=r"layer\.o_proj.*NaN or Inf in sequence 12"):
-        pair(stage_inputs["original"], stage_inputs["quantized"], DENSE, 12)
+        pair(stage_inputs["original"], stage_inputs["quantized"], DENSE, "sequence 12")
 
 
 def test_stored_readings_come_back_as_they_were(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class _LastLayerReached(Exception):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of one layer for one sequence, without the hidden states."""
+    """The arguments of one layer for one batch, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -112,7 +112,7 @@ class Capture:
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits ``[1, T, V]`` of the model whose last layer returns `hidden`."""
+        """Return the logits ``[B, T, V]`` of the model whose last layer returns `hidden`."""
         return self.logits_with_grad(input_ids, hidden)
 
     def logits_with_grad(self, input_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class TensorFile:
 
 
 class ArgumentPool:
-    """The calls of all layers for all sequences, with each distinct tensor kept once."""
+    """The calls of all layers for all batches, with each distinct tensor kept once."""
 
     def __init__(self, file: TensorFile, device: torch.device) -> None:
         self._file, self._device = file, device
@@ -92,7 +92,7 @@ class ArgumentPool:
         self._free_bytes = ARGUMENT_BYTES
 
     def keep(self, calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
-        """Return the calls of one sequence with each tensor replaced by the pool's equal tensor or its location."""
+        """Return the calls of one batch with each tensor replaced by the pool's equal tensor or its location."""
         pooled: dict[int, Tensor | StoredTensor] = {}  # layers mostly share one object, which is then hashed once
 
         def pool(tensor: Any) -> Any:

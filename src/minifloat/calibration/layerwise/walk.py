@@ -1,4 +1,4 @@
-"""`LayerWalk`: the layers of a model run one after the other, each over all sequences, with one layer in memory.
+"""`LayerWalk`: the layers of a model run one after the other, each over all batches, with one layer in memory.
 
 Calibration and rounding are such walks.
 """
@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from minifloat.calibration.data import Batch
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
@@ -123,8 +124,8 @@ class LayerWork:
 
 ORIGINAL = "original"  #: the stream of hidden states through the original layers
 
-#: Called with the number of a sequence and the hidden states that enter the first layer. Returns the streams in which
-#: the sequence runs through the layers, each with hidden states of its own.
+#: Called with the number of a batch and the hidden states that enter the first layer. Returns the streams in which the
+#: batch runs through the layers, each with hidden states of its own.
 Streams: TypeAlias = Callable[[int, Tensor], Iterable[Hashable]]
 
 
@@ -138,13 +139,13 @@ class LayerWalk:
     def __init__(
         self,
         stack: LayerStack,
-        sequences: Sequence[Sequence[int]],
+        batches: Sequence[Batch],
         work: LayerWork,
         streams: Streams = _one_stream,
         *,
         keep_last: bool = False,
     ) -> None:
-        self.stack, self.sequences, self.work = stack, sequences, work
+        self.stack, self.batches, self.work = stack, batches, work
         self._streams, self._keep_last = streams, keep_last
         self.places: dict[Hashable, dict[int, StoredTensor]] = {}
         self._open = ExitStack()
@@ -171,11 +172,11 @@ class LayerWalk:
                 layer.finish()
             self.work.finish(index, content)
 
-    def call(self, index: int, sequence: int) -> LayerCall:
-        return self._pool.restore(self._calls[sequence][index])
+    def call(self, index: int, number: int) -> LayerCall:
+        return self._pool.restore(self._calls[number][index])
 
     def _capture(self) -> list[tuple[LayerCall, ...]]:
-        """Return for each sequence the call of each layer, and place its hidden states in their file."""
+        """Return for each batch the call of each layer, and place its hidden states in their file."""
         work = self.work
         resumed = work.continues()
         if work.finished:
@@ -187,7 +188,7 @@ class LayerWalk:
                     place = draft.reserve(hidden) if resumed else draft.append(hidden)
                     self.places.setdefault(stream, {})[number] = place
 
-            calls = self.stack.capture(self.sequences, self._pool, keep)
+            calls = self.stack.capture(self.batches, self._pool, keep)
             if not resumed:
                 draft.sync()
                 work.keep_draft(0)
@@ -204,8 +205,8 @@ class OpenLayer:
         self._inputs = stack.enter_context(TensorFile(walk.work.hidden(index)))
         self._outputs = stack.enter_context(TensorFile(walk.work.draft)) if writes else None
 
-    def call(self, sequence: int) -> LayerCall:
-        return self._walk.call(self.index, sequence)
+    def call(self, number: int) -> LayerCall:
+        return self._walk.call(self.index, number)
 
     def hidden(self, place: StoredTensor) -> Tensor:
         """Return hidden states that enter the layer, on the device of the model."""

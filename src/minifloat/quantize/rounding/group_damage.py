@@ -98,7 +98,7 @@ class LayerDamage:
             yield
 
     def add(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add the gradients of the outputs of modules, by path, in the sequence that was watched last."""
+        """Add the gradients of the outputs of modules, by path, in the batch that was watched last."""
         for path in self.groups.keys() & self._last.keys():
             gradient = gradients.get(path)
             if gradient is not None:
@@ -128,7 +128,7 @@ class LayerDamage:
         return found
 
     def _products(self) -> dict[str, list[Tensor]]:
-        """Return for each group and sequence the gradients times the outputs, summed over channels and linears."""
+        """Return for each group and batch the gradients times the outputs, summed over channels and linears."""
         sums: dict[tuple[str, int, int], Tensor] = {}
         for path, calls in self._calls.items():
             module = self.stack.model.get_submodule(path)

@@ -79,14 +79,14 @@ class _InputWalk:
         config: Mapping[str, Any],
         progress: Progress | None,
     ) -> None:
-        self.stack, self.sequences, self.progress = stack, text.sequences, progress
+        self.stack, self.batches, self.progress = stack, stack.batches(text.sequences), progress
         self.weights = PlannedWeights(plan, config, options.method, folds=False)
 
     def run(self, work: LayerWork) -> None:
         """Run the layers that are not finished, then compare both streams with the original one."""
         if len(work.finished) > len(self.stack):
             return
-        with LayerWalk(self.stack, self.sequences, work, self._streams, keep_last=True) as walk:
+        with LayerWalk(self.stack, self.batches, work, self._streams, keep_last=True) as walk:
             walk.run(lambda layer: self._run_layer(walk, layer))
             with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.logits_in_float32():
                 losses = {name: asdict(loss) for name, loss in self._compare(walk, hidden).items()}
@@ -115,12 +115,12 @@ class _InputWalk:
 
     def _compare(self, walk: LayerWalk, hidden: TensorFile) -> dict[str, Loss]:
         means = {name: (KLMeans(), KLMeans()) for name in (WEIGHTS, INPUTS)}
-        for number, sequence in enumerate(self.sequences):
-            places: list[StoredTensor] = [walk.places[name][number] for name in (ORIGINAL, *means)]
-            logits = self.stack.logits_of(sequence, map(hidden.read, places))
-            original = next(logits)
-            for (kl, changed), candidate in zip(means.values(), logits, strict=True):
-                divergences, differs = token_divergence(original, candidate)
-                kl.add(divergences[None])
-                changed.add(differs[None])
+        for number, batch in enumerate(self.batches):
+            states = [hidden.read(walk.places[name][number]) for name in (ORIGINAL, *means)]
+            for logits in self.stack.logits_of(batch, states):
+                original = next(logits)
+                for (kl, changed), candidate in zip(means.values(), logits, strict=True):
+                    divergences, differs = token_divergence(original, candidate)
+                    kl.add(divergences[None])
+                    changed.add(differs[None])
         return {name: Loss(kl.mean, changed.mean) for name, (kl, changed) in means.items()}

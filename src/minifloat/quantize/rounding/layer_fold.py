@@ -29,7 +29,7 @@ from minifloat.quantize.rounding.folding import (
 )
 from minifloat.quantize.rounding.stage_inputs import StageInputs, StoredStageInputs
 from minifloat.quantize.rounding.stages import Stage
-from minifloat.quantize.rounding.texts import SplitText
+from minifloat.quantize.rounding.texts import SplitBatches
 
 
 def layer_tensors(
@@ -68,14 +68,14 @@ def part_view(tensor: Tensor, part: Part) -> Tensor:
 
 #: Rows of a sample of calibration text and of held-out text.
 _ROWS = {False: 1024, True: 512}
-#: Sequences that the rows are spread over.
-_SEQUENCES = 32
+#: Batches that the rows are spread over.
+_BATCHES = 32
 
 
 class FoldSample:
     """Returns sampled inputs of a stage and expert, from calibration text or from held-out text."""
 
-    def __init__(self, stage_inputs: StoredStageInputs, stages: Sequence[Stage], texts: SplitText) -> None:
+    def __init__(self, stage_inputs: StoredStageInputs, stages: Sequence[Stage], texts: SplitBatches) -> None:
         self._readings, self._stages = stage_inputs, stages
         self._numbers = {False: range(texts.first_chosen_on), True: range(texts.first_chosen_on, texts.first_reported)}
         self._by_expert: dict[tuple[int, bool], dict[int, Tensor]] = {}
@@ -91,13 +91,13 @@ class FoldSample:
     def _read(self, number: int, held_out: bool) -> dict[int, Tensor]:
         """Return sampled rows of a stage by expert; of a stage whose experts share their input under expert 0."""
         numbers = self._numbers[held_out]
-        chosen = numbers[:: max(len(numbers) // _SEQUENCES, 1)]
-        per_sequence = -(-_ROWS[held_out] // max(len(chosen), 1))
+        chosen = numbers[:: max(len(numbers) // _BATCHES, 1)]
+        per_batch = -(-_ROWS[held_out] // max(len(chosen), 1))
         rows: dict[int, list[Tensor]] = {}
-        for sequence in chosen:
-            stage_input = self._readings.read(sequence, number)
+        for batch in chosen:
+            stage_input = self._readings.read(batch, number)
             if stage_input.experts is None:
-                step = max(len(stage_input.inputs) // per_sequence, 1)
+                step = max(len(stage_input.inputs) // per_batch, 1)
                 rows.setdefault(0, []).append(stage_input.inputs[::step])
                 continue
             for expert in torch.unique(stage_input.experts).tolist():

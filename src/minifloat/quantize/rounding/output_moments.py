@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from minifloat.calibration.data import Batch
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
@@ -79,7 +80,7 @@ class OutputMoments:
             first = first_sequences(sequences, tokens)
             with TensorFile(folder.scratch("states")) as states, TensorFile(folder.scratch("arguments")) as arguments:
                 pool = ArgumentPool(arguments, stack.device)
-                _Gradients(stack, first, states, pool, progress, request).run(folder)
+                _Gradients(stack, stack.batches(first), states, pool, progress, request).run(folder)
                 states.path.unlink()
         for file in folder.finished:
             for group, damages in file.record.get("damages", {}).items():
@@ -101,13 +102,13 @@ class _Gradients:
     def __init__(
         self,
         stack: LayerStack,
-        sequences: Sequence[Sequence[int]],
+        batches: Sequence[Batch],
         file: TensorFile,
         pool: ArgumentPool,
         progress: Progress | None,
         request: DamageRequest | None,
     ) -> None:
-        self.stack, self.sequences, self.file, self.progress = stack, sequences, file, progress
+        self.stack, self.batches, self.file, self.progress = stack, batches, file, progress
         self.request = request
         self.pool, self.moments, self._layers = pool, dict[str, Tensor](), 0
         self._calls: list[tuple[LayerCall, ...]] = []
@@ -118,8 +119,8 @@ class _Gradients:
         generator = torch.Generator().manual_seed(0)
         with self.stack.weights.before_layers():
             gradients = [
-                self.stack.loss_gradient(sequence, self._read(place), generator)
-                for sequence, place in zip(self.sequences, places.pop(), strict=True)
+                self._loss_gradients(batch, self._read(place), generator)
+                for batch, place in zip(self.batches, places.pop(), strict=True)
             ]
         for index in reversed(range(len(self.stack))):
             with self.stack.weights.layer(index) as layer:
@@ -129,14 +130,18 @@ class _Gradients:
             self.moments.clear()
             self._report(index)
 
+    def _loss_gradients(self, batch: Batch, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        rows = (hidden[row : row + 1] for row in range(len(batch)))
+        return torch.cat([self.stack.loss_gradient(*pair, generator) for pair in zip(batch, rows, strict=True)])
+
     def _forward(self) -> list[list[StoredTensor]]:
-        """Return the places of the hidden states of each sequence that enter each layer, and of the last ones."""
+        """Return the places of the hidden states of each batch that enter each layer, and of the last ones."""
         first: list[StoredTensor] = []
-        self._calls = self.stack.capture(self.sequences, self.pool, lambda _, hidden: first.append(self._keep(hidden)))
+        self._calls = self.stack.capture(self.batches, self.pool, lambda _, hidden: first.append(self._keep(hidden)))
         places = [first]
         for index in range(len(self.stack)):
             with self.stack.weights.layer(index) as layer, torch.inference_mode():
-                calls = (self._call(index, number) for number in range(len(self.sequences)))
+                calls = (self._call(index, number) for number in range(len(self.batches)))
                 states = zip(calls, places[-1], strict=True)
                 places.append([self._keep(call.run(layer, self._read(place))) for call, place in states])
             self._report(index)
@@ -176,7 +181,7 @@ class _Gradients:
                     self._add(module, of_output)
             if measured is not None:
                 measured.add(of_outputs)
-                tokens += hidden.shape[1]
+                tokens += hidden.shape[0] * hidden.shape[1]
         return entering, {} if damage is None else damage.measure(tokens)
 
     def _stages(self, index: int, layer: nn.Module, place: StoredTensor) -> list[Stage]:

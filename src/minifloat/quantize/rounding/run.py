@@ -40,8 +40,9 @@ def round_checkpoint(
     Several runs with one text may share the moments of outputs.
     """
     with _stack(checkpoint, texts, options) as (loader, stack):
-        parts = [texts.first_chosen_on, texts.first_reported]
-        fingerprint = run_fingerprint(loader, CalibrationSet(texts.sequences), _facts(options, plan), parts)
+        sizes = [len(part.sequences) for part in texts.parts]
+        everything = CalibrationSet(tuple(sequence for part in texts.parts for sequence in part.sequences))
+        fingerprint = run_fingerprint(loader, everything, _facts(options, plan), sizes)
         own = OutputMoments(work_dir) if moments is None else nullcontext(moments)
         with LayerWork(work_dir, fingerprint, LAYER_FORMAT) as folder, own as moments:
             if options.method.weighs_outputs and len(folder.finished) <= len(stack):
@@ -73,7 +74,7 @@ def _stack(checkpoint: Checkpoint, texts: SplitText, options: RoundingOptions) -
     with layers_required(checkpoint, "quantize it without data"):
         model = CalibrationModel(checkpoint, CalibrateOptions(device=options.device))
         loader = model.loader()
-        check_data(loader.model, texts.kept, texts.choosing, texts.reported)
+        check_data(loader.model, *texts.parts)
         yield loader, LayerStack(model, loader, options.max_memory)
 
 

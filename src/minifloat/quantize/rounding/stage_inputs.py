@@ -35,7 +35,7 @@ class StageInputs:
 #: Called with the number of the stage of an expert's down projection, and the arguments of a `Record`.
 QuantizeExpert = Callable[[int, int, bool, Tensor, Tensor], Tensor]
 
-#: More tokens than any sequence has: the key of a row is its expert times this, plus its token.
+#: More tokens than any batch has: the key of a row is its expert times this, plus its token.
 _MOST_TOKENS = 1 << 32
 
 
@@ -106,8 +106,11 @@ class StageReader:
         return streams
 
 
-def pair(original: StageInputs, quantized: StageInputs, stage: Stage, sequence: int) -> tuple[Rows, Tensor | None]:
-    """Return the inputs of a stage in both models token by token, and the expert of each row."""
+def pair(original: StageInputs, quantized: StageInputs, stage: Stage, where: str) -> tuple[Rows, Tensor | None]:
+    """Return the inputs of a stage in both models token by token, and the expert of each row.
+
+    `where`: which sequences these are, in words.
+    """
     inputs, reference = quantized.inputs, original.inputs
     if stage.outer is False:
         assert quantized.tokens is not None
@@ -131,7 +134,7 @@ def pair(original: StageInputs, quantized: StageInputs, stage: Stage, sequence: 
         residual = (original.residual - quantized.residual) / stage.residual.factor
     for tensor in (inputs, reference):
         if not bool(tensor.sum(dtype=torch.float32).isfinite()):
-            raise NonFiniteError(stage.experts[0][0], f"its input holds NaN or Inf in sequence {sequence}")
+            raise NonFiniteError(stage.experts[0][0], f"its input holds NaN or Inf in {where}")
     return Rows(inputs, reference, residual), quantized.experts
 
 
@@ -200,20 +203,20 @@ def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) 
 
 
 class StoredStageInputs:
-    """Keeps the inputs of the stages of each sequence in a file. The indices of experts stay in memory."""
+    """Keeps the inputs of the stages of each batch in a file. The indices of experts stay in memory."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file
         self._places: dict[tuple[int, int], tuple[StoredTensor, StoredTensor | None, StageInputs]] = {}
 
-    def keep(self, sequence: int, stage_inputs: Sequence[StageInputs]) -> None:
+    def keep(self, batch: int, stage_inputs: Sequence[StageInputs]) -> None:
         for stage, given in enumerate(stage_inputs):
             residual = None if given.residual is None else self._file.append(given.residual)
             rest = replace(given, inputs=torch.empty(0), residual=None)
-            self._places[sequence, stage] = self._file.append(given.inputs), residual, rest
+            self._places[batch, stage] = self._file.append(given.inputs), residual, rest
 
-    def read(self, sequence: int, stage: int) -> StageInputs:
-        inputs, residual, rest = self._places[sequence, stage]
+    def read(self, batch: int, stage: int) -> StageInputs:
+        inputs, residual, rest = self._places[batch, stage]
         stream = None if residual is None else self._file.read(residual)
         return replace(rest, inputs=self._file.read(inputs), residual=stream)
 
@@ -239,7 +242,7 @@ class InputQuantizer:
         self._factors: Mapping[tuple[int, int], Tensor] = {}
 
     def observe(self, number: int, stage_input: StageInputs) -> None:
-        """Record the largest input of each channel in one sequence of calibration text."""
+        """Record the largest input of each channel in one batch of calibration text."""
         if number not in self._specs:
             return
         for expert, largest, tokens in _largest_inputs(stage_input):

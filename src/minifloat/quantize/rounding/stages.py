@@ -146,7 +146,7 @@ class FinishedModule:
 
     path: str
     linear: str
-    dimensions: int  # of the linear's input: 2 for ``[T, K]``, 3 for ``[1, T, K]``
+    dimensions: int  # of the linear's input: 2 for ``[B T, K]``, 3 for ``[B, T, K]``
     returned: int  # length of the tuple that the module returns, the output first and None behind it; 0: no tuple
 
 
@@ -158,28 +158,31 @@ class FinishedModules:
         self._places: dict[tuple[int, int], StoredTensor] = {}
         self._ran: set[tuple[int, int]] = set()
 
-    def keep(self, stage: int, sequence: int, inputs: Tensor) -> None:
-        """Keep the inputs ``[T, K]`` of a stage in one sequence, if its linear closes a module."""
+    def keep(self, stage: int, batch: int, inputs: Tensor) -> None:
+        """Keep the inputs ``[B T, K]`` of a stage in one batch, if its linear closes a module."""
         if stage in self._finished:
-            self._places[stage, sequence] = self._file.append(inputs)
+            self._places[stage, batch] = self._file.append(inputs)
 
     @contextmanager
-    def applied(self, sequence: int) -> Iterator[None]:
-        """Replace each closed module whose inputs are kept for a sequence by its output while the block runs."""
+    def applied(self, batch: int, hidden: Tensor) -> Iterator[None]:
+        """Replace each closed module whose inputs are kept for a batch by its output while the block runs.
+
+        `hidden`: the hidden states ``[B, T, H]`` of the batch, for their shape.
+        """
         with ExitStack() as stack:
             for stage, module_end in self._finished.items():
-                if (stage, sequence) in self._places:
-                    output = partial(self._output, stage, sequence)
+                if (stage, batch) in self._places:
+                    output = partial(self._output, stage, batch, hidden.shape)
                     stack.enter_context(_replaced(self._model, module_end, output))
             yield
 
-    def _output(self, stage: int, sequence: int) -> Tensor:
+    def _output(self, stage: int, batch: int, shape: torch.Size) -> Tensor:
         """Return the output of a closed module, whose linear has its final weight."""
-        key = stage, sequence
+        key = stage, batch
         kept = self._file.read(self._places[key])
         if key in self._ran:
             return kept
-        output = _closing_output(self._model, self._finished[stage], kept)
+        output = _closing_output(self._model, self._finished[stage], kept, shape)
         if stage != max(self._finished):  # behind the last one the layer runs once
             place = StoredTensor(self._places[key].offset, output.shape, output.dtype)
             if place.end > self._places[key].end:
@@ -208,9 +211,10 @@ def find_finished_modules(
                 on_output(stack, module, partial(outputs.__setitem__, path))
         expected = call.run(layer, hidden)
     needed = [stage.residual.path for stage in stages if stage.residual is not None]
+    leading = hidden.shape[:-1], torch.Size([hidden.shape[:-1].numel()])
     found: dict[int, FinishedModule] = {}
     for linear, number in numbers.items():
-        if linear not in outputs or inputs[linear].ndim not in (2, 3):
+        if linear not in outputs or inputs[linear].shape[:-1] not in leading:
             continue
         around = (linear[:end] for end in range(len(prefix) + 1, len(linear)) if linear[end] == ".")
         for path in around:  # from the outermost module
@@ -223,17 +227,22 @@ def find_finished_modules(
         # With the modules replaced, the layer must give the same bits; otherwise no module counts as finished.
         for module_end in found.values():
             kept = inputs[module_end.linear].reshape(-1, inputs[module_end.linear].shape[-1])
-            stack.enter_context(_replaced(model, module_end, partial(_closing_output, model, module_end, kept)))
+            stack.enter_context(
+                _replaced(model, module_end, partial(_closing_output, model, module_end, kept, hidden.shape))
+            )
         if not call.run(layer, hidden).equal(expected):
             return {}
     return found
 
 
-def _closing_output(model: nn.Module, module_end: FinishedModule, inputs: Tensor) -> Tensor:
-    """Return the output of the linear that closes a module on inputs ``[T, K]``, without the hooks of the linear."""
+def _closing_output(model: nn.Module, module_end: FinishedModule, inputs: Tensor, shape: torch.Size) -> Tensor:
+    """Return the output of the linear that closes a module on inputs ``[B T, K]``, without the hooks of the linear.
+
+    `shape`: that of the hidden states.
+    """
     linear: Any = model.get_submodule(module_end.linear)
     inputs = inputs.to(linear.weight.device)
-    output: Tensor = linear.forward(inputs[None] if module_end.dimensions == 3 else inputs)
+    output: Tensor = linear.forward(inputs.reshape(*shape[:-1], -1) if module_end.dimensions == 3 else inputs)
     return output
 
 

@@ -184,8 +184,8 @@ def divide(
     samples: Sequence[Sample],
     first_held_out: int,
 ) -> None:
-    for sequence, rows, experts in paired:
-        if sequence < first_held_out:
+    for batch, rows, experts in paired:
+        if batch < first_held_out:
             sums.add(rows, experts)
         elif experts is None:
             samples[0].add(rows)

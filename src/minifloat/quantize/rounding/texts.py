@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from minifloat.calibration.data import CalibrationSet, permuted
+from minifloat.calibration.data import Batch, CalibrationSet, permuted
 from minifloat.errors import DataError
 from minifloat.quantize.estimate import held_out_of
 
@@ -35,19 +35,29 @@ class SplitText:
         return cls(*(CalibrationSet(tuple(texts.sequences[n] for n in part), texts.record) for part in parts))
 
     @property
-    def sequences(self) -> tuple[tuple[int, ...], ...]:
-        """All sequences, in the order of the parts."""
-        return self.kept.sequences + self.choosing.sequences + self.reported.sequences
+    def parts(self) -> tuple[CalibrationSet, CalibrationSet, CalibrationSet]:
+        return self.kept, self.choosing, self.reported
 
-    @property
-    def first_chosen_on(self) -> int:
-        """Number of the first sequence that choices are made on."""
-        return len(self.kept.sequences)
 
-    @property
-    def first_reported(self) -> int:
-        """Number of the first sequence that is only reported."""
-        return len(self.kept.sequences) + len(self.choosing.sequences)
+@dataclass(frozen=True)
+class SplitBatches:
+    """The sequences of a split text in batches, each of one part, in the order of the parts."""
+
+    batches: tuple[Batch, ...]
+    first_chosen_on: int  # number of the first batch that choices are made on
+    first_reported: int  # number of the first batch that is only reported
+
+    @classmethod
+    def of(cls, texts: SplitText, join: Callable[[Iterable[Sequence[int]]], Sequence[Batch]]) -> SplitBatches:
+        """Join neighbours of each part to batches."""
+        kept, choosing, reported = (tuple(join(part.sequences)) for part in texts.parts)
+        return cls(kept + choosing + reported, len(kept), len(kept) + len(choosing))
+
+    def name(self, number: int) -> str:
+        """Return which sequences are in a batch, in words."""
+        first = sum(map(len, self.batches[:number]))
+        last = first + len(self.batches[number]) - 1
+        return f"sequence {first}" if first == last else f"sequences {first} to {last}"
 
 
 def first_sequences(sequences: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,7 @@
 """The walk that rounds a model layer by layer with calibration text, with one layer in memory at a time.
 
-Each layer runs over all sequences in two streams of hidden states: through the original layers, and through the layers
-as they are quantized so far.
+Each layer runs over all batches of sequences in two streams of hidden states: through the original layers, and through
+the layers as they are quantized so far.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from minifloat.quantize.rounding.statistics import (
     divide,
     filled_statistics,
 )
-from minifloat.quantize.rounding.texts import SplitText
+from minifloat.quantize.rounding.texts import SplitBatches, SplitText
 
 #: Streams of hidden states beside `ORIGINAL`: through the layers as they are quantized so far, and, of the held-out
-#: sequences alone, through layers that are rounded to nearest.
+#: batches alone, through layers that are rounded to nearest.
 QUANTIZED, NEAREST = "quantized", "nearest"
 
 
@@ -64,7 +64,7 @@ class RoundingWalk:
     ) -> None:
         self.moments = moments
         self.stack, self.options, self.progress = stack, options, progress
-        self.sequences, self.texts = texts.sequences, texts
+        self.texts = SplitBatches.of(texts, stack.batches)
         self.weights = PlannedWeights(plan, config, options.method, options.fold)
         self._passes = 0
 
@@ -72,13 +72,13 @@ class RoundingWalk:
         """Round all layers that are not finished, then compare the models on held-out text."""
         if len(work.finished) > len(self.stack):
             return
-        with LayerWalk(self.stack, self.sequences, work, self._streams, keep_last=True) as walk:
+        with LayerWalk(self.stack, self.texts.batches, work, self._streams, keep_last=True) as walk:
             walk.run(lambda layer: self._round_layer(walk, layer))
             with TensorFile(work.hidden(len(self.stack))) as hidden, self.stack.logits_in_float32():
                 first = self.texts.first_chosen_on, self.texts.first_reported
                 record: dict[str, Any] = {
                     "choosing": self._compare(walk, hidden, range(*first)).to_dict(),
-                    "held_out": self._compare(walk, hidden, range(first[1], len(self.sequences))).to_dict(),
+                    "held_out": self._compare(walk, hidden, range(first[1], len(self.texts.batches))).to_dict(),
                 }
                 if seen := self._seen(walk, hidden):
                     record["seen"] = seen
@@ -98,30 +98,32 @@ class RoundingWalk:
         return _LayerRun(self, walk, layer).run()
 
     def _compare(self, walk: LayerWalk, hidden: TensorFile, numbers: range) -> Divergence:
-        """Return how far the quantized model is from the original one on some held-out sequences."""
-        return measure_divergence(
-            self._logits(walk, hidden, number, ORIGINAL, NEAREST, QUANTIZED) for number in numbers
-        )
+        """Return how far the quantized model is from the original one on some held-out batches."""
+        return measure_divergence(self._logits(walk, hidden, numbers, ORIGINAL, NEAREST, QUANTIZED))
 
     @torch.inference_mode()
     def _seen(self, walk: LayerWalk, hidden: TensorFile) -> dict[str, Any]:
         """Return the KL divergence on as much of the text that codes were chosen with as is reported on."""
         both = [number for number in range(self.texts.first_chosen_on) if number in walk.places[QUANTIZED]]
-        step = max(len(both) // (len(self.sequences) - self.texts.first_reported), 1)
+        step = max(len(both) // (len(self.texts.batches) - self.texts.first_reported), 1)
         found = KLMeans()
-        for number in both[::step]:
-            found.add(token_divergence(*self._logits(walk, hidden, number, ORIGINAL, QUANTIZED))[0][None])
+        for logits in self._logits(walk, hidden, both[::step], ORIGINAL, QUANTIZED):
+            found.add(token_divergence(*logits)[0][None])
         return {"tokens": found.total, "method": found.mean, "method_error": found.error} if both else {}
 
-    def _logits(self, walk: LayerWalk, hidden: TensorFile, number: int, *streams: str) -> Iterator[Tensor]:
-        states = (hidden.read(walk.places[stream][number]) for stream in streams)
-        return self.stack.logits_of(self.sequences[number], states)
+    def _logits(
+        self, walk: LayerWalk, hidden: TensorFile, numbers: Iterable[int], *streams: str
+    ) -> Iterator[Iterator[Tensor]]:
+        """Yield for each sequence of some batches its logits in each stream."""
+        for number in numbers:
+            states = [hidden.read(walk.places[stream][number]) for stream in streams]
+            yield from self.stack.logits_of(self.texts.batches[number], states)
 
     def report(self, index: int, what: str, stages: int) -> None:
-        """Report that one sequence went through a part of a layer."""
+        """Report that one batch went through a part of a layer."""
         self._passes += 1
         if self.progress is not None:
-            passes = stages * self.texts.first_reported + 2 * len(self.sequences)
+            passes = stages * self.texts.first_reported + 2 * len(self.texts.batches)
             done = index * passes + min(self._passes, passes)
             self.progress(done, passes * len(self.stack), f"layer {index + 1} of {len(self.stack)}, {what}")
 
@@ -173,7 +175,7 @@ class _LayerRun:
         return self.walk.weights.fold(self.layer.index, views, self.stages, sample)
 
     def _run_original(self, inputs: InputQuantizer) -> None:
-        """Run the original layer over every sequence, and keep the inputs of its stages on disk."""
+        """Run the original layer over every batch, and keep the inputs of its stages on disk."""
         for number, place in self.original.items():
             output, stage_inputs = self.reader.read_all(self.layer.call(number), self.layer.hidden(place))
             self.layer.write(place, output)
@@ -186,7 +188,7 @@ class _LayerRun:
             self.walk.report(self.layer.index, "original", len(self.stages))
 
     def _run_nearest(self, rounding: LayerRounding) -> None:
-        """Run the layer, rounded to nearest, over the held-out sequences; then restore its weights."""
+        """Run the layer, rounded to nearest, over the held-out batches; then restore its weights."""
         rounding.measure()
         rounding.round_to_nearest()
         for number, place in self.nearest.items():
@@ -195,13 +197,13 @@ class _LayerRun:
             self.walk.stack.weights.fill(self.layer.index)
 
     def _run_quantized(self) -> None:
-        """Run the quantized layer over the sequences of its stream, and record the ranges of K and V if asked to."""
+        """Run the quantized layer over the batches of its stream, and record the ranges of K and V if asked to."""
         with ExitStack() as stack:
             if self.walk.options.kv_cache:
                 stack.enter_context(KVObserver(self.model, self._observe_kv))
             for number, place in self.quantized.items():
                 hidden = self.layer.hidden(place)
-                with nullcontext() if self.walk.options.kv_cache else self.finished.applied(number):
+                with nullcontext() if self.walk.options.kv_cache else self.finished.applied(number, hidden):
                     self.layer.write(place, self.layer.call(number).run(self.layer.module, hidden))
                 self.walk.report(self.layer.index, "quantized", len(self.stages))
 
@@ -235,17 +237,17 @@ class _LayerRun:
             rounding.round_group(stage.experts[expert], statistics, samples[expert].rows(), facts)
 
     def _paired(self, number: int, stage: Stage, fold: LayerFold) -> Iterator[tuple[int, Rows, Tensor | None]]:
-        """Yield for each sequence that is not only reported the inputs of a stage in both models, and its experts."""
-        for sequence in range(self.walk.texts.first_reported):
-            original = fold.scaled(number, self.reference.read(sequence, number))
+        """Yield for each batch that is not only reported the inputs of a stage in both models, and its experts."""
+        for batch in range(self.walk.texts.first_reported):
+            original = fold.scaled(number, self.reference.read(batch, number))
             if self.walk.options.method.follows_quantized:
-                hidden = self.layer.hidden(self.quantized[sequence])
-                with self.finished.applied(sequence):
-                    quantized = self.reader.read(stage, self.layer.call(sequence), hidden)
-                self.finished.keep(number, sequence, quantized.inputs)
+                hidden = self.layer.hidden(self.quantized[batch])
+                with self.finished.applied(batch, hidden):
+                    quantized = self.reader.read(stage, self.layer.call(batch), hidden)
+                self.finished.keep(number, batch, quantized.inputs)
             elif stage.outer is False:
-                quantized = routed(original, self.reference.read(sequence, number + 1))
+                quantized = routed(original, self.reference.read(batch, number + 1))
             else:
                 quantized = original
-            yield sequence, *pair(original, quantized, stage, sequence)
+            yield batch, *pair(original, quantized, stage, self.walk.texts.name(batch))
             self.walk.report(self.layer.index, stage.name, len(self.stages))
