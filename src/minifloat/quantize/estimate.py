@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from minifloat.calibration.options import TextOptions
+from minifloat.calibration.options import BATCH_TOKENS, TextOptions
 from minifloat.kernels import processors
 from minifloat.kernels.native import CONSTANTS
 from minifloat.model.architecture.roles import (
@@ -102,7 +102,7 @@ class Rates:
     feedback: float  # rounding with feedback
     cast: float  # weights that are cast, judged and put into the model
     read: float  # bytes of memory
-    pause: float = 0.002  # seconds that a sequence spends between the products of a layer, in each of its passes
+    pause: float = 0.002  # seconds that a batch spends between the products of a layer, in each of its passes
 
     @classmethod
     def of_product(cls, rate: float) -> Rates:
@@ -122,7 +122,7 @@ class Work:
     solve: float = 0.0
     feedback: float = 0.0
     cast: float = 0.0
-    passes: float = 0.0  # of a sequence through a layer
+    passes: float = 0.0  # of a batch through a layer
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -150,7 +150,7 @@ class Search:
         """Return the work of streams through the model: of each the tokens, and the share of the layers in percent."""
         weights, layers = sum(rows * width for rows, width in shapes.values()), layers_of(shapes)
         passes = sum(tokens * percent for tokens, percent in streams) / 100
-        work = Work(forward=2.0 * weights * passes, passes=layers * passes / DEFAULT_TEXT.seq_len)
+        work = Work(forward=2.0 * weights * passes, passes=layers * passes / BATCH_TOKENS)
         disk = 2 * 2 * sum(tokens for tokens, _ in streams) * _size(config, "hidden_size")
         return cls(what, work, disk, again)
 
@@ -178,7 +178,7 @@ def rounding_work(shapes: Shapes, config: Mapping[str, Any], tokens: Tokens, *, 
         work += group_work(group, tokens.kept * visits, follows=follows)
     logits = 3.0 * (tokens.held_out + moments) * _size(config, "vocab_size") * 2.0 * _size(config, "hidden_size")
     attention = 2.0 * tokens.length * _size(config, "hidden_size") * layers * passes
-    return work + Work(forward=logits + attention, passes=layers * passes / tokens.length)
+    return work + Work(forward=logits + attention, passes=layers * passes / max(tokens.length, BATCH_TOKENS))
 
 
 def group_work(group: Group, tokens: float, *, follows: bool) -> Work:

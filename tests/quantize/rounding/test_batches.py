@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_neighbours_of_one_length_share_a_batch(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, values: int, lengths: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(layer_stack, "_BATCH_TOKENS", tokens)
+    monkeypatch.setattr(layer_stack, "BATCH_TOKENS", tokens)
     monkeypatch.setattr(layer_stack, "_BATCH_VALUES", values)
     sequences = [(number,) * length for number, length in enumerate(itertools.chain(*lengths))]
     with Checkpoint.open(llama) as checkpoint:
@@ -64,7 +64,7 @@ def test_a_model_is_rounded_as_by_one_sequence_at_a_time(
     folder = write_model(tmp_path / "model", model_type)
     text = make_sequences(20, 40, seed=0), make_sequences(4, 40, seed=1)
     together = round_model(folder, tmp_path / "work", *text)
-    monkeypatch.setattr(layer_stack, "_BATCH_TOKENS", 1)
+    monkeypatch.setattr(layer_stack, "BATCH_TOKENS", 1)
     alone = round_model(folder, tmp_path / "work", *text)
     assert together.tensors.keys() == alone.tensors.keys()
     assert together.held_out["nearest_by_sequence"] == pytest.approx(alone.held_out["nearest_by_sequence"], rel=0.02)

@@ -18,6 +18,7 @@ from minifloat.calibration.data import Batch, CalibrationSet
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError, find_layers
 from minifloat.calibration.layerwise.storage import ArgumentPool
 from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.options import BATCH_TOKENS
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import UsageError
@@ -29,9 +30,6 @@ from minifloat.model.runtime.names import Assignment, replace_forward
 from minifloat.model.runtime.products import fast_products
 from minifloat.model.runtime.tensors import TORCH_DTYPES
 
-#: Tokens of a batch at most: products of 256 rows reach two thirds of the rate of those of 1,024, and small operations
-#: take as long for either.
-_BATCH_TOKENS = 1024
 #: Tokens of a batch times the width of its widest activation, which bounds the memory of a layer's pass.
 _BATCH_VALUES = 1 << 24
 
@@ -175,7 +173,7 @@ class LayerStack:
     def batches(self, sequences: Iterable[Sequence[int]]) -> list[Batch]:
         """Join neighbours of one length to batches that run through a layer at full speed and in bounded memory."""
         widest = max(size for parameter in self._layers.parameters() for size in parameter.shape[-2:])
-        tokens = min(_BATCH_TOKENS, _BATCH_VALUES // widest)
+        tokens = min(BATCH_TOKENS, _BATCH_VALUES // widest)
         found: list[list[Sequence[int]]] = []
         for sequence in sequences:
             last = found[-1] if found else []

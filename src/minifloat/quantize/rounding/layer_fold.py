@@ -97,8 +97,9 @@ class FoldSample:
         for batch in chosen:
             stage_input = self._readings.read(batch, number)
             if stage_input.experts is None:
-                step = max(len(stage_input.inputs) // per_batch, 1)
-                rows.setdefault(0, []).append(stage_input.inputs[::step])
+                inputs = stage_input.inputs
+                drawn = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(batch))
+                rows.setdefault(0, []).append(inputs[drawn[:per_batch].sort().values])
                 continue
             for expert in torch.unique(stage_input.experts).tolist():
                 rows.setdefault(expert, []).append(stage_input.inputs[stage_input.experts == expert])

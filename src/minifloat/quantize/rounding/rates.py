@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minifloat.calibration.options import BATCH_TOKENS
 from minifloat.kernels import native, processors, threads
 from minifloat.kernels.speed import read_bandwidth
 from minifloat.model.runtime.products import fast_products
@@ -18,12 +19,14 @@ from minifloat.quantize.rounding.feedback import factorize, regress, times
 from minifloat.quantize.rounding.methods import Grid, compensate, error_of
 from minifloat.quantize.rounding.statistics import Accumulator, Rows
 
-#: Rows, input channels and outputs of the products that are measured, and rows of a sequence.
-_TOKENS, _WIDTH, _OUTPUTS, _LENGTH = 2048, 1536, 1024, 256
+#: Rows, input channels and outputs of the products that are measured.
+_TOKENS, _WIDTH, _OUTPUTS = 2048, 1536, 1024
 #: Rows and columns of a tile of a factorization, and rows that a thread solves for.
 _TILE = 512
 #: Small operations between the products of a layer: norms, rotary embedding, softmax, residual sums, files.
 _SMALL_OPERATIONS = 96
+#: Channels that they work on.
+_CHANNELS = 256
 #: Seconds that Python takes for a layer.
 _LEAST_PAUSE = 0.002
 #: Seconds for which a kind of work is repeated.
@@ -42,9 +45,9 @@ def measure_rates(scheme: Scheme, dtype: torch.dtype, device: str | torch.device
     rows = Rows(moved, moved)
 
     def passes() -> None:
-        for start in range(0, _TOKENS, _LENGTH):
+        for start in range(0, _TOKENS, BATCH_TOKENS):
             with fast_products():
-                torch.nn.functional.linear(moved[start : start + _LENGTH], to_apply)
+                torch.nn.functional.linear(moved[start : start + BATCH_TOKENS], to_apply)
         _wait(moved)
 
     def sums() -> Tensor:
@@ -74,7 +77,7 @@ def measure_rates(scheme: Scheme, dtype: torch.dtype, device: str | torch.device
 
 def _pause(inputs: Tensor) -> float:
     """Return the seconds of the small operations of a layer, which wait for each other's threads."""
-    hidden = inputs[:_LENGTH, :_LENGTH]
+    hidden = inputs[:BATCH_TOKENS, :_CHANNELS]
     scores = hidden.float()
 
     def layer() -> None:
