@@ -205,8 +205,11 @@ class LayerStack:
         capture = self._capture
         assert capture is not None  # `capture` was called
         for row, sequence in enumerate(batch):
-            ids = self._ids([sequence])
-            yield (capture.logits(ids, hidden[row : row + 1].to(self.device))[0] for hidden in states)
+            rows = [hidden[row : row + 1] for hidden in states]
+            yield map(partial(self._logits_of_one, capture, self._ids([sequence])), rows)
+
+    def _logits_of_one(self, capture: Capture, ids: Tensor, hidden: Tensor) -> Tensor:
+        return capture.logits(ids, hidden.to(self.device))[0]
 
     @contextmanager
     def logits_in_float32(self) -> Iterator[None]:
