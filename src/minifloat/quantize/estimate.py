@@ -43,8 +43,8 @@ _FOLD = 12 * 1024 * 512
 _TILE = 512
 #: Pauses of a layer in a step of the engine that writes text, with its share of sampling.
 _PAUSES_OF_STEP = 2
-#: Bytes for each entry of a Hessian while it is factorized: itself, a copy in float64, and the factor in float32.
-_FACTORIZATION_BYTES = 4 + 8 + 4
+#: Bytes for each entry of a Hessian while it is factorized: itself, its triangle in float64, and the factor in float32.
+_FACTORIZATION_BYTES = 4 + 4 + 4
 #: Bytes for each weight that is rounded: in float32, its target, another order of it, and codes.
 _WEIGHT_BYTES = 4 + 4 + 4 + 2
 #: Bytes of the process beside the model.

@@ -7,11 +7,11 @@ one of LAPACK's ``potrf`` (Golub and Van Loan, Matrix Computations, section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import repeat
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,24 +22,19 @@ from minifloat.kernels import threads
 _TILE = 512
 
 #: Calls a function with each item, on all threads, and returns when all calls have.
-ForEach: TypeAlias = Callable[[Callable[[slice], object], Iterable[slice]], None]
+ForEach: TypeAlias = Callable[[Callable[[Any], object], Iterable[Any]], None]
 
 
-def cholesky_(matrix: Tensor) -> bool:
-    """Overwrite the lower triangle of a symmetric float64 ``[K, K]`` by its Cholesky factor; return whether it has one.
+def cholesky_(blocks: Sequence[Tensor]) -> bool:
+    """Overwrite the lower triangle of a symmetric matrix by its Cholesky factor; return whether it has one.
 
-    Above the diagonal the matrix keeps its values, except within the tiles on the diagonal. A matrix that is not
-    positive definite is left as it was.
+    Args:
+        blocks: The rows of each of the `tiles` of ``[K, K]``, float64, up to the end of the tile on the diagonal, whose
+            upper half becomes zero. They have no meaning after a matrix that is not positive definite.
     """
-    parts = tiles(len(matrix))
-    diagonal = [matrix[part, part].clone() for part in parts]
+    parts = tiles(sum(map(len, blocks)))
     with for_each_tile() as for_each:
-        if all(_eliminate(matrix, parts[number:], for_each) for number in range(len(parts))):
-            return True
-    for part, values in zip(parts, diagonal, strict=True):
-        matrix[part.stop :, part] = matrix[part, part.stop :].T
-        matrix[part, part] = values
-    return False
+        return all(_eliminate(blocks, parts, number, for_each) for number in range(len(parts)))
 
 
 def tiles(size: int) -> list[slice]:
@@ -51,7 +46,7 @@ def for_each_tile() -> Iterator[ForEach]:
     """Share calls between threads, in each of which a library computes alone."""
     count, known, inference = threads.count(), torch.get_num_threads(), torch.is_inference_mode_enabled()
 
-    def call_in_mode(call: Callable[[slice], object], item: slice) -> None:
+    def call_in_mode(call: Callable[[Any], object], item: Any) -> None:
         with torch.inference_mode(inference):  # each thread has a mode of its own
             call(item)
 
@@ -59,7 +54,7 @@ def for_each_tile() -> Iterator[ForEach]:
     try:
         with ThreadPoolExecutor(count) as pool:
 
-            def for_each(call: Callable[[slice], object], items: Iterable[slice]) -> None:
+            def for_each(call: Callable[[Any], object], items: Iterable[Any]) -> None:
                 for _ in pool.map(call_in_mode, repeat(call), items):
                     pass
 
@@ -68,21 +63,22 @@ def for_each_tile() -> Iterator[ForEach]:
         torch.set_num_threads(known)
 
 
-def _eliminate(matrix: Tensor, parts: list[slice], for_each: ForEach) -> bool:
-    """Compute the columns of the factor in the first of the tiles that remain, and take their products off the rest."""
-    first, below = parts[0], parts[1:]
-    factor, failed = torch.linalg.cholesky_ex(matrix[first, first])
+def _eliminate(blocks: Sequence[Tensor], parts: list[slice], number: int, for_each: ForEach) -> bool:
+    """Compute the columns of the factor in one tile, and take their products off the rows below it."""
+    first, below = parts[number], range(number + 1, len(parts))
+    factor, failed = torch.linalg.cholesky_ex(blocks[number][:, first])
     if int(failed):
         return False
-    matrix[first, first] = factor
+    blocks[number][:, first] = factor
 
-    def solve(rows: slice) -> None:
-        matrix[rows, first] = torch.linalg.solve_triangular(factor.T, matrix[rows, first], upper=True, left=False)
+    def solve(row: int) -> None:
+        rows = blocks[row]
+        rows[:, first] = torch.linalg.solve_triangular(factor.T, rows[:, first], upper=True, left=False)
 
-    def subtract(rows: slice) -> None:
-        for columns in below:
-            if columns.start <= rows.start:
-                matrix[rows, columns].addmm_(matrix[rows, first], matrix[columns, first].T, alpha=-1.0)
+    def subtract(row: int) -> None:
+        rows = blocks[row]
+        for other in range(number + 1, row + 1):
+            rows[:, parts[other]].addmm_(rows[:, first], blocks[other][:, first].T, alpha=-1.0)
 
     for_each(solve, below)
     for_each(subtract, reversed(below))

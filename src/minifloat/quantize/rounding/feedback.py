@@ -41,31 +41,37 @@ def factorize(hessian: Tensor, name: str, damping: float = DAMPING) -> Feedback:
     last_first = order.flip(0)
     dead = diagonal[last_first] <= 0
     mean = float(diagonal[last_first][~dead].mean()) if not bool(dead.all()) else 1.0
-    damped = torch.empty(hessian.shape, dtype=torch.float64)
-    for rows in tiles(len(order)):
-        damped[rows] = hessian[last_first[rows]][:, last_first].double()
-    damped.diagonal()[dead] = mean  # any positive value: no other column exchanges errors with a dead one
-    added = 0.0
-    while True:
-        damped.diagonal().add_((damping - added) * mean)
-        added = damping
-        if cholesky_(damped):
-            break
-        damping *= _DAMPING_GROWTH
-        if damping > _LARGEST_DAMPING:
+    diagonal = torch.where(dead, mean, diagonal[last_first])  # no other column exchanges errors with a dead one
+    while not cholesky_(blocks := _lower_blocks(hessian, last_first, diagonal + damping * mean)):
+        if damping * _DAMPING_GROWTH > _LARGEST_DAMPING:
             raise SingularHessianError(
-                f"{name}: the second moments of its inputs are not positive definite, even with {added:g} of the "
+                f"{name}: the second moments of its inputs are not positive definite, even with {damping:g} of the "
                 "mean diagonal added; use more calibration text, leave the module out (--exclude), or round the whole "
                 "model with --method nearest"
             )
-    scale = damped.diagonal().clone()
-    matrix = torch.empty_like(hessian)
+        damping *= _DAMPING_GROWTH
+    parts = tiles(len(order))
+    scale = torch.cat([block[:, part].diagonal() for block, part in zip(blocks, parts, strict=True)])
+    matrix = torch.zeros_like(hessian)  # pages below its diagonal are never touched
     # LDLQ (QuIP, arXiv 2307.13304, theorem 6): with H = (U + I) D (U + I)', U strictly upper triangular, column k is
     # rounded at w_k + sum over j < k of (w_j - q_j) U_jk. It gives GPTQ's updates without an inverse.
-    for rows in tiles(len(order)):
-        unit = (damped[rows] / scale).tril_(rows.start - 1)  # column j of row i stays where j < i
-        matrix[len(order) - rows.stop : len(order) - rows.start] = unit.float().flip(0, 1)
+    for rows in reversed(parts):
+        unit = (blocks.pop() / scale[: rows.stop]).tril_(rows.start - 1)  # column j of row i stays where j < i
+        matrix[len(order) - rows.stop : len(order) - rows.start, len(order) - rows.stop :] = unit.float().flip(0, 1)
     return Feedback(order, matrix, scale.square().flip(0), damping, int(dead.sum()))
+
+
+def _lower_blocks(hessian: Tensor, order: Tensor, diagonal: Tensor) -> list[Tensor]:
+    """Return the lower triangle of a matrix in some order, with another diagonal, as `cholesky_` takes it.
+
+    In float64 a triangle is as large as the whole matrix in float32.
+    """
+    blocks = []
+    for rows in tiles(len(order)):
+        block = hessian[order[rows]][:, order[: rows.stop]].double()
+        block[:, rows].diagonal().copy_(diagonal[rows])
+        blocks.append(block)
+    return blocks
 
 
 @dataclass(frozen=True)
