@@ -47,8 +47,10 @@ _PAUSES_OF_STEP = 2
 _FACTORIZATION_BYTES = 4 + 4 + 4
 #: Bytes for each weight that is rounded: in float32, its target, another order of it, and codes.
 _WEIGHT_BYTES = 4 + 4 + 4 + 2
-#: Bytes of the process beside the model.
-_PROCESS_BYTES = 512 << 20
+#: Bytes for each channel of the rows that are multiplied together: 4,096 of two streams, and both joined, in 16 bits.
+_CHUNK_BYTES = 4096 * 2 * 2 * 2
+#: Bytes of the process beside the model, with what a batch of sequences takes within a layer.
+_PROCESS_BYTES = 7 << 28
 #: Sequences that the engine decodes together, with one that is thrown away.
 _TOGETHER = 64
 #: Tokens whose gradients are taken for the moments of outputs, with the hidden states of all layers in so many bytes.
@@ -225,7 +227,8 @@ def rounding_memory(shapes: Shapes, itemsize: int) -> int:
     for module, (rows, width) in shapes.items():
         layers[decoder_layer(module)] = layers.get(decoder_layer(module), 0) + rows * width * itemsize
     stages = (
-        group.width * (_FACTORIZATION_BYTES * group.width + 4 * _drift_rows(group) + _WEIGHT_BYTES * group.rows)
+        group.width
+        * (_FACTORIZATION_BYTES * group.width + 4 * _drift_rows(group) + _WEIGHT_BYTES * group.rows + _CHUNK_BYTES)
         for group in _groups(shapes)
     )
     return max(layers.values(), default=0) + max(stages, default=0) + _PROCESS_BYTES
